@@ -313,11 +313,12 @@ impl Stream {
         };
         record::check(batch)?;
         batch.expect_numbers()?;
-        match &mut recording.sizes {
-            None => self.0.engine.record(guard, &batch.ops)?,
-            Some(sizes) => sizes.push(self.0.engine.size_of_step(&batch.ops)?),
+        let anew = batch.anew();
+        match &mut recording.steps {
+            None => self.0.engine.record(guard, &batch.ops, &anew)?,
+            Some(steps) => steps.push(self.0.engine.record_step(&batch.ops, &anew)?),
         }
-        recording.add(batch);
+        recording.add(batch, &anew);
         Ok(())
     }
 

@@ -137,13 +137,22 @@ enum Bytes {
 }
 
 impl Bytes {
-    /// The GPU that they are on, and the mapping if there is one.
-    fn on_gpu(&self) -> Option<(&Gpu, Option<&Mapping>)> {
+    /// The GPU that they are on.
+    #[inline]
+    fn gpu(&self) -> Option<&Gpu> {
         match self {
-            Bytes::Gpu { gpu, mapping } => Some((gpu, Some(mapping))),
-            Bytes::Buffer(buffer) => Some((buffer.gpu(), Some(buffer.mapping()))),
-            Bytes::Unmapped { gpu, .. } => Some((gpu, None)),
+            Bytes::Gpu { gpu, .. } | Bytes::Unmapped { gpu, .. } => Some(gpu),
+            Bytes::Buffer(buffer) => Some(buffer.gpu()),
             Bytes::Mapped { .. } | Bytes::Borrowed { .. } | Bytes::DmaBuf(_) | Bytes::Io { .. } => None,
+        }
+    }
+
+    /// The mapping of GPU memory, if there is one.
+    fn mapping(&self) -> Option<&Mapping> {
+        match self {
+            Bytes::Gpu { mapping, .. } => Some(mapping),
+            Bytes::Buffer(buffer) => Some(buffer.mapping()),
+            _ => None,
         }
     }
 }
@@ -261,8 +270,7 @@ impl Memory {
     }
 
     fn behind_mapping(bytes: Bytes) -> Self {
-        let mapping =
-            bytes.on_gpu().and_then(|(_, mapping)| mapping).expect("only called with mapped memory");
+        let mapping = bytes.mapping().expect("only called with mapped memory");
         let ptr = NonNull::new(mapping.as_ptr()).expect("mappings do not begin at 0");
         let (len, addr, reach) = (mapping.len(), mapping.addr(), Reach::Mapped(mapping.kind()));
         Self { ptr, len, addr, reach, owner: Owner::new(bytes) }
@@ -381,18 +389,24 @@ impl Memory {
     }
 
     /// The GPU that it is on; `None` for host memory.
+    #[inline]
     pub fn gpu(&self) -> Option<&Gpu> {
-        self.owner.bytes.on_gpu().map(|(gpu, _)| gpu)
+        self.owner.bytes.gpu()
     }
 
     /// The address of the first byte on a GPU. The first call registers all of the host memory with CUDA; it stays registered.
     ///
     /// # Errors
     /// [`Error::Cuda`] if CUDA refuses to register it, or the GPU cannot access the one that it is on.
+    #[inline]
     pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
-        if let Some(owner) = self.gpu() {
-            return gpu.reach(owner).map(|()| self.addr);
+        match self.gpu() {
+            Some(owner) => gpu.reach(owner).map(|()| self.addr),
+            None => self.registered_addr(gpu),
         }
+    }
+
+    fn registered_addr(&self, gpu: &Gpu) -> Result<u64> {
         let (start, len, is_io) = match self.owner.bytes {
             Bytes::Io { ptr, len, .. } => (ptr, len, true),
             Bytes::Mapped { ptr, len, .. } | Bytes::Borrowed { ptr, len } => (ptr, len, false),
@@ -415,6 +429,7 @@ impl Memory {
     }
 
     /// Whether [`Memory::gpu_addr`] need not register it.
+    #[inline]
     pub fn is_known_to_gpus(&self) -> bool {
         self.gpu().is_some() || self.owner.registered.get().is_some()
     }
@@ -424,7 +439,7 @@ impl Memory {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn flush(&self) -> Result<()> {
-        let Some((_, Some(mapping))) = self.owner.bytes.on_gpu() else { return Ok(()) };
+        let Some(mapping) = self.owner.bytes.mapping() else { return Ok(()) };
         mapping.flush().map_err(Error::cuda("flushing writes to the GPU"))
     }
 

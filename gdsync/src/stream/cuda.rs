@@ -29,7 +29,7 @@ use self::shared::Shared;
 pub(crate) use self::shared::SubmitGuard;
 use super::engine::{Engine, Progress};
 use super::graph::EngineGraph;
-use super::op::{Op, Ops};
+use super::op::{Kept, Op, Ops};
 use super::{Batch, Cond, Stream, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Calibration, Gpu, RawStream, watch_activity};
@@ -150,9 +150,9 @@ impl Engine for CudaEngine {
         self.shared.begin_capture(guard)
     }
 
-    fn record(&self, guard: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
+    fn record(&self, guard: &mut SubmitGuard, ops: &[Op], anew: &[bool]) -> Result<()> {
         self.fork_guard.check()?;
-        self.shared.record(guard, ops)
+        self.shared.record(guard, ops, anew)
     }
 
     fn end_capture(&self, guard: &mut SubmitGuard) -> Result<EngineGraph> {
@@ -160,39 +160,33 @@ impl Engine for CudaEngine {
         Ok(self.shared.end_capture(guard)?)
     }
 
-    fn launch(
-        &self,
-        guard: &mut SubmitGuard,
-        made: &EngineGraph,
-        ops: &mut Ops,
-        ends: &[usize],
-    ) -> Result<u64> {
+    fn launch(&self, guard: &mut SubmitGuard, made: &EngineGraph, kept: &Kept, ops: &mut Ops) -> Result<u64> {
         self.fork_guard.check()?;
-        let exec = made.clone().downcast().map_err(|_| graph::other_gpu())?;
-        self.shared.launch(guard, &exec, ops, ends)
+        let exec = made.downcast_ref().ok_or_else(graph::other_gpu)?;
+        self.shared.launch(guard, exec, kept, ops)
     }
 
-    fn size_of_step(&self, ops: &[Op]) -> Result<usize> {
+    fn record_step(&self, ops: &[Op], anew: &[bool]) -> Result<EngineGraph> {
         self.fork_guard.check()?;
-        self.shared.size_of_step(ops)
+        Ok(Arc::new(self.shared.record_step(ops, anew)?))
     }
 
-    fn make_steps(&self, sizes: Vec<usize>) -> Result<EngineGraph> {
+    fn make_steps(&self, steps: Vec<EngineGraph>) -> Result<EngineGraph> {
         self.fork_guard.check()?;
-        Ok(self.shared.make_steps(sizes)?)
+        Ok(self.shared.make_steps(steps)?)
     }
 
     fn launch_steps(
         &self,
         guard: &mut SubmitGuard,
         made: &EngineGraph,
+        kept: &Kept,
         ops: &mut Ops,
-        ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
         self.fork_guard.check()?;
         let step_pool = made.downcast_ref().ok_or_else(graph::other_executor)?;
-        self.shared.launch_steps(guard, step_pool, ops, ends, kernel)
+        self.shared.launch_steps(guard, step_pool, kept, ops, kernel)
     }
 
     fn completed(&self) -> u64 {

@@ -1,12 +1,12 @@
 //! The interface of stream engines: the host thread of [`super::host`], or a CUDA stream.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{fmt, mem};
 
 use super::cuda::SubmitGuard;
 use super::graph::EngineGraph;
-use super::op::{Op, Ops};
+use super::op::{Kept, Op, Ops};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
@@ -98,11 +98,11 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Records a batch.
+    /// Records a batch. `anew` says of each operation whether launches make it anew.
     ///
     /// # Errors
     /// [`Error::StreamFull`], or the error that failed the engine.
-    fn record(&self, _guard: &mut SubmitGuard, _ops: &[Op]) -> Result<()> {
+    fn record(&self, _guard: &mut SubmitGuard, _ops: &[Op], _anew: &[bool]) -> Result<()> {
         Ok(())
     }
 
@@ -114,8 +114,8 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
         Ok(Arc::new(()))
     }
 
-    /// Queues one launch of a capture as one submission. `ops` has the operations of all its batches, which end at
-    /// `ends`.
+    /// Queues one launch of a capture as one submission: the operations that were `kept`, and those that the launch has made anew. On
+    /// refusal `ops` is unchanged.
     ///
     /// # Errors
     /// [`Error::StreamFull`]; [`Error::Unsupported`] for a capture of an incompatible engine; the error that failed the
@@ -124,30 +124,37 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
         &self,
         guard: &mut SubmitGuard,
         _made: &EngineGraph,
+        kept: &Kept,
         ops: &mut Ops,
-        _ends: &[usize],
     ) -> Result<u64> {
-        self.submit(guard, ops)
+        let mut own = mem::take(ops).into_iter();
+        let mut all = Ops::with_capacity(kept.len());
+        all.extend(kept.iter().filter_map(|op| op.as_ref().map_or_else(|| own.next(), Op::again)));
+        let submitted = self.submit(guard, &mut all);
+        if submitted.is_err() {
+            ops.extend(all.into_iter().zip(&**kept).filter(|(_, kept)| kept.is_none()).map(|(op, _)| op));
+        }
+        submitted
     }
 
-    /// The number of operations of a batch as a step of an application kernel.
+    /// Records a batch as a step of an application kernel, as [`Engine::record`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] where kernels cannot run the batch.
-    fn size_of_step(&self, _ops: &[Op]) -> Result<usize> {
+    fn record_step(&self, _ops: &[Op], _anew: &[bool]) -> Result<EngineGraph> {
         Err(no_kernels())
     }
 
-    /// Allocates steps of the given sizes.
+    /// Makes the steps of a kernel.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without kernels; [`Error::Cuda`] when out of memory.
-    fn make_steps(&self, _sizes: Vec<usize>) -> Result<EngineGraph> {
+    fn make_steps(&self, _steps: Vec<EngineGraph>) -> Result<EngineGraph> {
         Err(no_kernels())
     }
 
-    /// Queues steps as one submission; their operations end at `ends`. `kernel` gets their address and launches the
-    /// kernel that runs them. If it returns `false`, nothing is queued, and the returned error has no meaning.
+    /// Queues steps as one submission, as [`Engine::launch`]. `kernel` gets their address and launches the kernel that runs them. If it
+    /// returns `false`, nothing is queued, and the returned error has no meaning.
     ///
     /// # Errors
     /// [`Error::StreamFull`]; [`Error::Unsupported`] for steps of an incompatible engine; the error that failed the
@@ -156,8 +163,8 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
         &self,
         _guard: &mut SubmitGuard,
         _made: &EngineGraph,
+        _kept: &Kept,
         _ops: &mut Ops,
-        _ends: &[usize],
         _kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
         Err(no_kernels())

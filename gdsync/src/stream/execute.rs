@@ -107,7 +107,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 other => other,
             };
         }
-        Op::Wait64 { ref at, value, cond, ref of } => {
+        Op::Wait64 { ref at, value, cond, ref of, .. } => {
             return wait(
                 &op,
                 || Waker::Word(Writers::of(at.addr()), of.as_ref().map(|end| &*end.qp)),

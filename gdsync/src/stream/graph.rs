@@ -8,7 +8,7 @@ use std::{fmt, result};
 use super::batch::Batch;
 use super::engine::Engine;
 use super::op::Ops;
-use super::record::{Part, Recording};
+use super::record::{Recorded, Recording};
 use super::{State, Stream, SubmitGuard, deadline};
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
@@ -26,12 +26,12 @@ use gdsync_device::fork_guard::ForkGuard;
 /// other.
 pub struct Graph {
     kind: &'static str,
-    batches: Vec<Vec<Part>>,
+    recorded: Recorded,
     /// The engine's part of the graph.
     made: EngineGraph,
 }
 
-/// An engine's part of a captured graph.
+/// An engine's part of a captured graph, or of a step of a kernel.
 pub(super) type EngineGraph = Arc<dyn Any + Send + Sync>;
 
 /// A launch of a [`Graph`], or of [`KernelSteps`](super::KernelSteps).
@@ -56,7 +56,7 @@ pub struct Capture {
 
 impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Graph({}, {} batches)", self.kind, self.batches.len())
+        write!(f, "Graph({}, {} batches)", self.kind, self.recorded.batches)
     }
 }
 
@@ -99,50 +99,37 @@ impl Stream {
         Ok(Capture { fork_guard: ForkGuard::default(), stream: self.clone(), open: true })
     }
 
-    /// Makes recorded batches again and submits them as one submission, waiting for room in the stream and in the send
-    /// queues.
+    /// Makes what was recorded again and submits it as one submission, waiting for room in the stream and in the send queues.
     pub(super) fn launch_again(
         &self,
-        batches: &[Vec<Part>],
-        mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
+        recorded: &Recorded,
+        mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops) -> Result<u64>,
     ) -> Result<Launch> {
-        let (mut batch, mut completions, mut ends) = (Batch::new(), Vec::new(), Vec::new());
-        batch.ops.reserve(batches.iter().map(Vec::len).sum());
+        let (mut batch, mut completions, mut is_made) = (Batch::new(), Vec::new(), false);
         let submitted = self.with_room(None, |full| {
             let mut submit = || {
                 let mut state = self.state()?;
                 if state.recording.is_some() {
                     return Err(within_capture("a launch"));
                 }
-                // Each batch is made once, even if the stream is full at first.
-                for parts in &batches[ends.len()..] {
-                    for part in parts {
-                        let made = part.again(&mut batch, &mut completions);
-                        made.inspect_err(|_| *full = part.send_end())?;
-                    }
-                    batch.part = batch.len();
-                    ends.push(batch.part);
+                // Made once, even if the stream is full at first.
+                if !is_made {
+                    recorded.again(&mut batch, &mut completions, full)?;
+                    is_made = true;
                 }
                 let State { used, guard, .. } = &mut *state;
-                self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops, &ends))
+                self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops))
             };
             let submitted = submit();
             if let Err(Error::QueueFull { .. }) = submitted {
                 // Takes back what was made, so that it does not fill the queue.
-                (batch, completions, ends) = Default::default();
+                (batch, completions, is_made) = Default::default();
             }
             submitted
         });
-        let seq = submitted.map_err(|error| {
-            let mut parts = batches.iter().flatten();
-            parts.find_map(|part| part.name_rank(&error)).unwrap_or(error)
-        })?;
+        let seq = submitted.map_err(|error| recorded.name_rank(error))?;
         self.notify(&batch);
-        for part in batches.iter().flatten() {
-            if let Part::Before(hook) = part {
-                hook.launched();
-            }
-        }
+        recorded.hooks.iter().for_each(|hook| hook.launched());
         Ok(Launch { completions, stream: self.id(), seq })
     }
 }
@@ -156,7 +143,7 @@ impl Capture {
         self.fork_guard.check()?;
         self.open = false;
         let (made, recording) = self.close();
-        Ok(Graph { kind: self.stream.kind(), made: made?, batches: recording.finish() })
+        Ok(Graph { kind: self.stream.kind(), made: made?, recorded: recording.finish() })
     }
 
     fn close(&self) -> (Result<EngineGraph>, Recording) {
@@ -198,8 +185,8 @@ impl Graph {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        stream.launch_again(&self.batches, |engine, guard, ops, ends| {
-            engine.launch(guard, &self.made, ops, ends)
+        stream.launch_again(&self.recorded, |engine, guard, ops| {
+            engine.launch(guard, &self.made, &self.recorded.ops, ops)
         })
     }
 }

@@ -133,7 +133,7 @@ impl Engine for HostEngine {
         self.shared.submit(ops)
     }
 
-    fn record(&self, _guard: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
+    fn record(&self, _guard: &mut SubmitGuard, ops: &[Op], _anew: &[bool]) -> Result<()> {
         self.fork_guard.check()?;
         ops.iter().try_for_each(Op::check_on_cpu)
     }

@@ -179,7 +179,7 @@ impl Batch {
             len,
             size: to.places.get(index).map_or(0, PeerMemory::len),
         })?;
-        self.wait_value64(&to.free, free(number), Cond::Geq);
+        self.wait_for_message(&to.free, free(number));
         let value = word(number, u32::try_from(len).unwrap_or(u32::MAX));
         let offset = to.start + to.slots[index];
         let signal = Some(PeerSignal { to: to.memory.clone(), offset, value, add: false });
@@ -213,8 +213,13 @@ impl Batch {
     /// Waits until message `number` of the peer is in its place. Two operations.
     pub fn take_from_inbox(&mut self, inbox: &Arc<Inbox>, number: u64) {
         let word_of = &inbox.words[place(number, inbox.places.len())];
-        self.wait_value64(word_of, word(number, 0), Cond::Geq);
+        self.wait_for_message(word_of, word(number, 0));
         let slot = Slot::Take(inbox.clone(), number);
         self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: None, slot })));
+    }
+
+    /// The wait of the message that follows.
+    fn wait_for_message(&mut self, at: &Word64, value: u64) {
+        self.ops.push(Op::Wait64 { at: at.clone(), value, cond: Cond::Geq, of: None, by_next: true });
     }
 }

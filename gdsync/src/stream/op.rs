@@ -1,9 +1,9 @@
 //! Stream operations, with the semantics of CUDA's stream memory operations (`cuda.h`: `CUstreamBatchMemOpType`,
 //! `CUstreamWaitValue_flags`).
 
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::{fmt, iter};
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -20,6 +20,15 @@ use gdsync_device::recorder::{Awaited, NamedWords, Purpose};
 
 /// The operations of a submission, mostly one or two.
 pub(crate) type Ops = SmallVec<[Op; 2]>;
+
+/// The operations of a graph in order: those that are the same in each launch, and `None` for each that a launch makes anew.
+pub(super) type Kept = Arc<[Option<Op>]>;
+
+/// All operations of a launch, of which it has made `own` anew.
+pub(super) fn merged<'a>(kept: &'a [Option<Op>], own: &'a [Op]) -> impl Iterator<Item = &'a Op> {
+    let (mut kept, mut own) = (kept.iter(), own.iter());
+    iter::from_fn(move || kept.next().and_then(Option::as_ref).or_else(|| own.next()))
+}
 
 /// One operation of a stream.
 pub(crate) enum Op {
@@ -58,6 +67,8 @@ pub(crate) enum Op {
         cond: Cond,
         /// Whose peer writes it: a stream that waits fails when that queue pair has broken, and breaks it when it fails.
         of: Option<Arc<QueueEnd>>,
+        /// Whether the message behind it does the wait, where kernels run both.
+        by_next: bool,
     },
     /// Rings the doorbell of a queue. The host engine also notifies the device.
     Trigger(Arc<dyn Source>, DoorbellValue),
@@ -175,8 +186,9 @@ impl Op {
             Op::Wait32 { at, value, cond, of } => {
                 Op::Wait32 { at: at.clone(), value: *value, cond: *cond, of: of.clone() }
             }
-            Op::Wait64 { at, value, cond, of } => {
-                Op::Wait64 { at: at.clone(), value: *value, cond: *cond, of: of.clone() }
+            Op::Wait64 { at, value, cond, of, by_next } => {
+                let (at, value, cond, of, by_next) = (at.clone(), *value, *cond, of.clone(), *by_next);
+                Op::Wait64 { at, value, cond, of, by_next }
             }
             Op::Trigger(source, value) => Op::Trigger(source.clone(), *value),
             Op::PostRecv { source, record, value } => {

@@ -1,12 +1,12 @@
 //! The order of what streams do beside a queue pair, as copies between GPUs: one stream has it at a time, as it has a queue.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
-use std::{fmt, mem};
 
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
@@ -242,10 +242,12 @@ fn is_there(place: &Weak<Place>) -> Option<Arc<Place>> {
 }
 
 /// What a batch follows.
+#[derive(Default)]
 pub(super) struct Follows {
     place: Arc<Place>,
     orders: SmallVec<[Followed; 1]>,
-    numbered: Vec<Numbered>,
+    /// Shared by the launches of a graph.
+    numbered: Option<Arc<Vec<Numbered>>>,
 }
 
 /// One of its orders.
@@ -259,8 +261,9 @@ struct Followed {
 }
 
 /// Operations of a batch that differ by a number.
-struct Numbered {
-    places: Range<usize>,
+#[derive(Clone, Debug)]
+pub(super) struct Numbered {
+    pub(super) places: Range<usize>,
     /// The index of the order, and which of the batch's numbers in it.
     order: usize,
     number: u64,
@@ -269,7 +272,7 @@ struct Numbered {
 
 /// Fills a batch with the operations of a number.
 #[derive(Clone)]
-pub(super) struct Fill(Arc<FillFn>);
+struct Fill(Arc<FillFn>);
 
 type FillFn = dyn Fn(u64, &mut Batch) -> Result<()> + Send + Sync;
 
@@ -292,20 +295,53 @@ impl Drop for Follows {
     }
 }
 
+/// What each launch of a graph follows, and its operations that differ by numbers.
+#[derive(Debug, Default)]
+pub(super) struct Numbers {
+    /// With how many numbers a launch takes.
+    orders: Vec<(StreamOrder, u64)>,
+    numbered: Arc<Vec<Numbered>>,
+}
+
+impl Numbers {
+    /// Has launches follow what a batch follows, too. Returns its operations with numbers as they are among those of the graph.
+    pub(super) fn join(&mut self, follows: &Follows) -> Vec<Numbered> {
+        let join = |Followed { order, count, .. }: &Followed| {
+            let known = self.orders.iter().position(|(known, _)| known.is(order));
+            let at = known.unwrap_or(self.orders.len());
+            if known.is_none() {
+                self.orders.push((order.clone(), 0));
+            }
+            let before = self.orders[at].1;
+            self.orders[at].1 += count;
+            (at, before)
+        };
+        let orders: Vec<_> = follows.orders.iter().map(join).collect();
+        let joined = |one: &Numbered| {
+            let (order, before) = orders[one.order];
+            Numbered { order, number: before + one.number, ..one.clone() }
+        };
+        follows.numbered().iter().map(joined).collect()
+    }
+
+    /// Adds what [`Numbers::join`] has returned. A launch has its operations from `start` on.
+    pub(super) fn add(&mut self, one: Numbered, start: usize) {
+        Arc::make_mut(&mut self.numbered).push(Numbered { places: start..start + one.places.len(), ..one });
+    }
+
+    pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
+        self.orders.iter().map(|(order, _)| order.core())
+    }
+}
+
 impl Follows {
-    pub(super) fn orders(&self) -> impl Iterator<Item = &StreamOrder> {
+    fn orders(&self) -> impl Iterator<Item = &StreamOrder> {
         self.orders.iter().map(|followed| &followed.order)
     }
 
-    /// Whether operations take numbers, which only streams give.
-    pub(super) fn has_numbered(&self) -> bool {
-        !self.numbered.is_empty()
-    }
-
-    /// Its numbered operations, for a graph: where they are in the batch, in which order, and what makes them.
-    pub(super) fn take_numbered(&mut self) -> Vec<(Range<usize>, StreamOrder, Fill)> {
-        let of = |one: Numbered| (one.places, self.orders[one.order].order.clone(), one.fill);
-        mem::take(&mut self.numbered).into_iter().map(of).collect()
+    /// The operations that take numbers.
+    pub(super) fn numbered(&self) -> &[Numbered] {
+        self.numbered.as_deref().map_or(&[], Vec::as_slice)
     }
 
     /// Refuses unless the CPU may do it now.
@@ -332,6 +368,34 @@ impl Follows {
         *before = state.last.replace(position);
         *number = state.number;
         state.number = number.wrapping_add(*count);
+        Ok(())
+    }
+
+    /// Follows an order that it does not yet, and takes so many numbers. Returns its index.
+    fn add(&mut self, order: &StreamOrder, count: u64) -> usize {
+        order.0.state.lock().unsubmitted.push_back((Arc::downgrade(&self.place), count));
+        self.orders.push(Followed { order: order.clone(), before: None, count, number: 0 });
+        self.orders.len() - 1
+    }
+
+    /// Adds the operations of all numbers, which are known, one after the other.
+    fn fill(&self, batch: &mut Batch) -> Result<()> {
+        for one in self.numbered() {
+            let (followed, before) = (&self.orders[one.order], batch.ops.len());
+            (one.fill.0)(followed.number.wrapping_add(one.number), batch)?;
+            let is_plain = batch.sends.is_empty() && batch.waits.is_empty() && batch.follows.is_none();
+            let made = batch.ops.get_mut(before..).unwrap_or_default();
+            if made.len() != one.places.len() || !is_plain || batch.rare.is_some() {
+                let found = format!("{} operations, of which some may be work requests", made.len());
+                let expected = "as many plain operations as were announced";
+                return Err(Error::invalid("operations of a number", found, expected));
+            }
+            for op in made {
+                if let Op::Wait64 { of, .. } = op {
+                    *of = Some(followed.order.0.end.clone());
+                }
+            }
+        }
         Ok(())
     }
 
@@ -376,16 +440,22 @@ impl Batch {
 
     /// What it follows, and the index of the order there.
     fn following(&mut self, order: &StreamOrder) -> (&mut Follows, usize) {
-        let follows = self.follows.get_or_insert_with(|| {
-            Box::new(Follows { place: Arc::default(), orders: SmallVec::new(), numbered: Vec::new() })
-        });
+        let follows = self.follows.get_or_insert_default();
         let known = follows.orders().position(|known| known.is(order));
-        let at = known.unwrap_or_else(|| {
-            order.0.state.lock().unsubmitted.push_back((Arc::downgrade(&follows.place), 0));
-            follows.orders.push(Followed { order: order.clone(), before: None, count: 0, number: 0 });
-            follows.orders.len() - 1
-        });
+        let at = known.unwrap_or_else(|| follows.add(order, 0));
         (follows, at)
+    }
+
+    /// Follows as a recorded batch did.
+    pub(super) fn follow_again(&mut self, numbers: &Numbers) {
+        if numbers.orders.is_empty() {
+            return;
+        }
+        let follows = self.follows.insert(Box::default());
+        follows.numbered = Some(numbers.numbered.clone());
+        for (order, count) in &numbers.orders {
+            follows.add(order, *count);
+        }
     }
 
     /// Has the batch follow an order and take the next number in it, from 1 on. `fill` adds as many plain operations (waits for words,
@@ -399,13 +469,9 @@ impl Batch {
         count: usize,
         fill: impl Fn(u64, &mut Self) -> Result<()> + Send + Sync + 'static,
     ) -> Ticket {
-        self.add_numbered(order, count, Fill(Arc::new(fill)))
-    }
-
-    pub(super) fn add_numbered(&mut self, order: &StreamOrder, count: usize, fill: Fill) -> Ticket {
-        let start = self.ops.len();
+        let places = self.ops.len()..self.ops.len() + count;
         // Until the number is known.
-        self.ops.extend((0..count).map(|_| Op::Barrier));
+        self.ops.extend(places.clone().map(|_| Op::Barrier));
         let (follows, at) = self.following(order);
         let number = follows.orders[at].count + 1;
         follows.orders[at].count = number;
@@ -414,7 +480,8 @@ impl Batch {
             state.unsubmitted.iter_mut().find(|(place, _)| place.as_ptr() == Arc::as_ptr(&follows.place));
         own.into_iter().for_each(|(_, count)| *count = number);
         drop(state);
-        follows.numbered.push(Numbered { places: start..start + count, order: at, number, fill });
+        let numbered = Numbered { places, order: at, number, fill: Fill(Arc::new(fill)) };
+        Arc::make_mut(follows.numbered.get_or_insert_default()).push(numbered);
         Ticket { place: follows.place.clone(), qpn: order.core().qpn }
     }
 
@@ -428,31 +495,22 @@ impl Batch {
 
     /// Makes the numbered operations, whose numbers are known.
     pub(super) fn make_numbered(&mut self) -> Result<()> {
-        let Some(follows) = &self.follows else { return Ok(()) };
-        for one in &follows.numbered {
-            let followed = &follows.orders[one.order];
-            let mut batch = Self::new();
-            let number = followed.number.wrapping_add(one.number);
-            // The stream is locked.
-            ReentrancyCheck::Launch.begin();
-            let filled = catch_unwind(AssertUnwindSafe(|| (one.fill.0)(number, &mut batch)));
-            ReentrancyCheck::Launch.end();
-            filled.unwrap_or_else(|panic| {
-                let found = format!("a function that panicked: {}", message_of(panic.as_ref()));
-                Err(Error::invalid("operations of a number", found, "a function that adds them"))
-            })?;
-            let is_plain = batch.sends.is_empty() && batch.waits.is_empty() && batch.follows.is_none();
-            if batch.ops.len() != one.places.len() || !is_plain || batch.rare.is_some() {
-                let found = format!("{} operations, of which some may be work requests", batch.ops.len());
-                let expected = "as many plain operations as were announced";
-                return Err(Error::invalid("operations of a number", found, expected));
-            }
-            for (place, mut op) in self.ops[one.places.clone()].iter_mut().zip(batch.ops) {
-                if let Op::Wait64 { of, .. } = &mut op {
-                    *of = Some(followed.order.0.end.clone());
-                }
-                *place = op;
-            }
+        let Some(follows) = self.follows.as_ref().filter(|follows| !follows.numbered().is_empty()) else {
+            return Ok(());
+        };
+        let mut made = Self::new();
+        made.ops.reserve(self.ops.len());
+        // The stream is locked.
+        ReentrancyCheck::Launch.begin();
+        let filled = catch_unwind(AssertUnwindSafe(|| follows.fill(&mut made)));
+        ReentrancyCheck::Launch.end();
+        filled.unwrap_or_else(|panic| {
+            let found = format!("a function that panicked: {}", message_of(panic.as_ref()));
+            Err(Error::invalid("operations of a number", found, "a function that adds them"))
+        })?;
+        let mut made = made.ops.into_iter();
+        for one in follows.numbered() {
+            self.ops[one.places.clone()].iter_mut().zip(&mut made).for_each(|(place, op)| *place = op);
         }
         Ok(())
     }

@@ -133,33 +133,38 @@ impl PeerCopy {
         self.copy.iter().all(|(from, to, _)| is_known(from) && is_known(to))
     }
 
-    /// Whether it is a message from or to lines, which waits by itself.
-    pub(super) fn is_message(&self) -> bool {
-        matches!(self.slot, Slot::Out { .. } | Slot::Take(..))
-    }
-
-    /// What the kernels of `gpu` do; `all`: also what is no copy of the stream, as waits.
-    pub(super) fn steps(&self, gpu: &Gpu, all: bool) -> Result<Steps> {
+    /// What the kernels of `gpu` do, if they run all operations of the stream, or make its copies.
+    pub(super) fn steps(&self, gpu: &Gpu, ops: bool, copies: bool) -> Result<Steps> {
         let mut steps = Steps::new();
+        if !copies {
+            self.check_by_engine()?;
+        }
         let (copy, mut signal) = (self.copy(gpu)?, self.signal(gpu)?);
         match (&self.slot, &mut signal) {
-            (Slot::Out { free, number }, Some(signal)) if all => {
+            (Slot::Out { free, number }, Some(signal)) if ops && copies => {
                 let (place, from, len) = copy.unwrap_or((signal.addr, signal.addr, 0));
                 let wait = KernelOp::wait64(free.memory().place(gpu)?, *number, Cond::Geq);
-                steps.extend(KernelOp::pack(wait, (signal.addr, place), (from, len as u64), signal.value));
+                let message = KernelOp::pack(wait, (signal.addr, place), (from, len as u64), signal.value);
+                steps.extend_from_slice(&message);
                 return Ok(steps);
             }
-            (Slot::Free(inbox), Some(signal)) => signal.value |= u64::from(inbox.free_by_kernel()),
-            (Slot::Take(inbox, number), _) => {
+            (Slot::Free(inbox), Some(signal)) if copies => signal.value |= u64::from(inbox.free_by_kernel()),
+            (Slot::Take(inbox, number), _) if copies => {
                 let (word, value, place, room) = inbox.find(*number, gpu)?;
-                steps.extend(KernelOp::take(KernelOp::wait64(word, value, Cond::Geq), place, room));
+                steps.extend_from_slice(&KernelOp::take(
+                    KernelOp::wait64(word, value, Cond::Geq),
+                    place,
+                    room,
+                ));
             }
             _ => {}
         }
         if let Some((to, from, len)) = copy {
-            steps.extend(KernelOp::copy(to, from, len as u64));
+            steps.extend_from_slice(&KernelOp::copy(to, from, len as u64));
         }
-        steps.extend(signal.map(|signal| signal.step()));
+        if let Some(signal) = signal {
+            steps.push(signal.step());
+        }
         Ok(steps)
     }
 
@@ -256,7 +261,7 @@ impl Stream {
     pub fn takes_peer_copies(&self, gpu: &Gpu) -> bool {
         let is_of_gpu = self.0.engine.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context());
         let records_steps =
-            |state: &StateGuard<'_>| state.recording.as_ref().is_some_and(|r| r.sizes.is_some());
+            |state: &StateGuard<'_>| state.recording.as_ref().is_some_and(|r| r.steps.is_some());
         is_of_gpu && self.state().is_ok_and(|state| !records_steps(&state))
     }
 

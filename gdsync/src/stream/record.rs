@@ -1,4 +1,4 @@
-//! The recording of captured batches, from which each launch makes them again.
+//! The recording of captured batches: operations that are the same in each launch, and what each launch makes anew.
 //!
 //! A send is kept as its WQE bytes, without its ring position. A wait is kept as its target: the next completions of
 //! its queue, or all through a send of the same graph.
@@ -7,8 +7,9 @@ use std::mem;
 use std::sync::Arc;
 
 use super::batch::{Batch, RareState, Repeatable, Replenish, add_hook};
-use super::op::Op;
-use super::order::{Fill, Follows, StreamOrder};
+use super::graph::EngineGraph;
+use super::op::{Kept, Op};
+use super::order::{Follows, Numbered, Numbers};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::Completion;
 use crate::verbs::cq::ClaimRange;
@@ -16,19 +17,18 @@ use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Template};
 use gdsync_device::error::{Error, Result};
 
-/// A part of a batch. Indices are those among the completions of the graph.
+/// What each launch does anew. Indices are those among the completions of the graph.
 #[derive(Debug)]
-pub(super) enum Part {
-    /// Identical in each launch.
-    Op(Op),
+enum Part {
     HostFn(Repeatable),
-    /// A hook, called before everything else.
-    Before(Arc<dyn Replenish>),
-    /// An order that each launch follows.
-    Follow(StreamOrder),
-    /// Operations that differ by their number.
-    Numbered(StreamOrder, usize, Fill),
-    Sends(Arc<SendQueue>, Vec<Template>),
+    /// So many operations that differ by their number.
+    Numbered(usize),
+    Sends {
+        queue: Arc<SendQueue>,
+        templates: Vec<Template>,
+        /// Whether the doorbell of the sends before starts them, too.
+        joins: bool,
+    },
     Wait {
         awaited: WaitTarget,
         /// Whether its completion was returned to the caller.
@@ -42,7 +42,7 @@ pub(super) enum Part {
 
 /// The target of a recorded wait.
 #[derive(Debug)]
-pub(super) enum WaitTarget {
+enum WaitTarget {
     /// The next `n` completions.
     Next(Arc<QueueEnd>, u64),
     /// The completions of all sends.
@@ -54,19 +54,30 @@ pub(super) enum WaitTarget {
 /// A capture in progress.
 #[derive(Debug, Default)]
 pub(super) struct Recording {
-    batches: Vec<Vec<Part>>,
+    recorded: Recorded,
+    ops: Vec<Option<Op>>,
+    /// Operations that a launch makes.
+    made: usize,
     /// Prepared sends and waits are kept until the end, because later batches refer to them, then dropped.
     sends: Vec<(usize, PreparedSend)>,
     waits: Vec<PreparedWait>,
     completions: usize,
     /// Kept until the end, as sends are.
     follows: Vec<Follows>,
-    /// The orders that a launch follows.
-    orders: Vec<StreamOrder>,
-    /// Hooks to call before each launch.
-    before: Vec<Arc<dyn Replenish>>,
-    /// The size of each batch, where batches are steps of a kernel.
-    pub(super) sizes: Option<Vec<usize>>,
+    /// The engine's part of each batch, where batches are steps of a kernel.
+    pub(super) steps: Option<Vec<EngineGraph>>,
+}
+
+/// What was recorded.
+#[derive(Debug, Default)]
+pub(super) struct Recorded {
+    /// Called before each launch.
+    pub(super) hooks: Vec<Arc<dyn Replenish>>,
+    numbers: Numbers,
+    parts: Vec<Part>,
+    pub(super) ops: Kept,
+    /// The number of batches.
+    pub(super) batches: usize,
 }
 
 /// Refuses a batch that cannot be repeated.
@@ -93,77 +104,67 @@ pub(super) fn once(what: &'static str, fix: &'static str) -> Error {
 impl Recording {
     /// A recording of kernel steps.
     pub(super) fn of_steps() -> Self {
-        Self { sizes: Some(Vec::new()), ..Self::default() }
+        Self { steps: Some(Vec::new()), ..Self::default() }
     }
 
-    /// Adds a batch and empties it.
-    pub(super) fn add(&mut self, batch: &mut Batch) {
+    /// Adds a batch and empties it. `anew` says of each operation whether a launch makes it: see [`Batch::anew`].
+    pub(super) fn add(&mut self, batch: &mut Batch, anew: &[bool]) {
         let Batch { ops, sends, waits, rare, follows, .. } = mem::take(batch);
         let RareState { covered, repeatable, before, .. } = *rare.unwrap_or_default();
-        before.into_iter().for_each(|hook| add_hook(&mut self.before, hook));
+        before.into_iter().for_each(|hook| add_hook(&mut self.recorded.hooks, hook));
         let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
-        let mut parts = Vec::new();
-        let mut numbered = Vec::new();
-        if let Some(mut follows) = follows {
-            // A launch is one batch, which follows an order once.
-            for order in follows.orders() {
-                if !self.orders.iter().any(|known| known.is(order)) {
-                    self.orders.push(order.clone());
-                    parts.push(Part::Follow(order.clone()));
-                }
-            }
-            numbered = follows.take_numbered();
-            self.follows.push(*follows);
-        }
-        let mut numbered = numbered.into_iter().peekable();
-        let mut made = 0;
-        for (at, op) in ops.into_iter().enumerate() {
+        let numbered = follows.as_ref().map(|follows| self.recorded.numbers.join(follows));
+        let mut numbered = numbered.into_iter().flatten().peekable();
+        self.follows.extend(follows.map(|follows| *follows));
+        for (at, (op, anew)) in ops.into_iter().zip(anew).enumerate() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
-                parts.extend(self.covered(completion));
+                self.add_covered(completion);
             }
-            while let Some((places, order, fill)) = numbered.next_if(|(places, ..)| places.start == at) {
-                parts.push(Part::Numbered(order, places.len(), fill));
-                made = places.end;
-            }
-            if at < made {
-                continue;
+            while let Some(one) = numbered.next_if(|one| one.places.start == at) {
+                self.add_numbered(one);
             }
             if let Op::Trigger(..) = op {
+                let mut joins = false;
                 while let Some(send) = sends.next_if(|send| send.place == at) {
-                    parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
+                    let (queue, templates) = (send.queue.clone(), send.queue.templates(&send.sends.range));
+                    self.recorded.parts.push(Part::Sends { queue, templates, joins });
                     self.sends.push((self.completions, send));
                     self.completions += 1;
+                    joins = true;
                 }
             } else if let Some(wait) = waits.next_if(|wait| wait.place == at) {
                 let has_completion = !matches!(wait.range, Some(ClaimRange::Through(_)));
-                parts.push(Part::Wait { awaited: self.awaited(&wait), has_completion });
+                self.recorded.parts.push(Part::Wait { awaited: self.awaited(&wait), has_completion });
                 self.completions += usize::from(has_completion);
                 self.waits.push(wait);
             } else if let Some((_, f)) = repeatable.next_if(|(place, _)| *place == at) {
-                parts.push(Part::HostFn(f));
-            } else {
-                parts.push(Part::Op(op));
+                self.recorded.parts.push(Part::HostFn(f));
             }
+            self.made += usize::from(*anew);
+            self.ops.push((!anew).then_some(op));
         }
-        for (_, completion) in covered {
-            parts.extend(self.covered(completion));
-        }
+        covered.for_each(|(_, completion)| self.add_covered(completion));
         // Without operations.
-        parts.extend(numbered.map(|(_, order, fill)| Part::Numbered(order, 0, fill)));
-        self.batches.push(parts);
+        numbered.for_each(|one| self.add_numbered(one));
+        self.recorded.batches += 1;
+    }
+
+    fn add_numbered(&mut self, one: Numbered) {
+        match self.recorded.parts.last_mut() {
+            Some(Part::Numbered(count)) => *count += one.places.len(),
+            _ => self.recorded.parts.push(Part::Numbered(one.places.len())),
+        }
+        self.recorded.numbers.add(one, self.made);
     }
 
     /// Returns the recording. Cancels its sends and releases its waits.
-    pub(super) fn finish(mut self) -> Vec<Vec<Part>> {
+    pub(super) fn finish(mut self) -> Recorded {
         // Newest first, so that no gap remains.
         while self.sends.pop().is_some() {}
-        if let Some(first) = self.batches.first_mut() {
-            first.splice(0..0, mem::take(&mut self.before).into_iter().map(Part::Before));
-        }
-        self.batches
+        Recorded { ops: self.ops.into(), ..self.recorded }
     }
 
     fn awaited(&self, wait: &PreparedWait) -> WaitTarget {
@@ -176,16 +177,17 @@ impl Recording {
         }
     }
 
-    fn covered(&self, completion: Completion) -> Option<Part> {
-        if let Some(place) = self.sent(&completion) {
-            return Some(Part::Covered(place));
-        }
+    fn add_covered(&mut self, completion: Completion) {
         let covers = |wait: &PreparedWait| {
             Arc::ptr_eq(&wait.claim.end, &completion.end)
                 && (wait.first..=wait.claim.n).contains(&completion.n)
         };
-        // A receive that this graph waits for: each launch waits for its own.
-        (!self.waits.iter().any(covers)).then_some(Part::CoveredBefore(completion))
+        self.recorded.parts.push(match self.sent(&completion) {
+            Some(place) => Part::Covered(place),
+            // A receive that this graph waits for: each launch waits for its own.
+            None if self.waits.iter().any(covers) => return,
+            None => Part::CoveredBefore(completion),
+        });
     }
 
     /// The index of the send of this graph that `completion` belongs to.
@@ -197,43 +199,58 @@ impl Recording {
     }
 }
 
-impl Part {
-    /// The queue of its sends.
-    pub(super) fn send_end(&self) -> Option<&QueueEnd> {
-        match self {
-            Part::Sends(queue, _) => Some(&queue.end),
+impl Recorded {
+    /// Names the rank in the error of a queue pair that it uses.
+    pub(super) fn name_rank(&self, error: Error) -> Error {
+        let failed = match &error {
+            Error::Busy { qpn, .. } | Error::PeerGone { qpn } | Error::QpStopped { qpn, .. } => *qpn,
+            Error::Completion(error) => error.qpn,
+            _ => return error,
+        };
+        let cores = self.parts.iter().filter_map(|part| match part {
+            Part::Sends { queue, .. } => Some(&queue.end.qp),
+            Part::Wait { awaited: WaitTarget::Next(end, _) | WaitTarget::All(end), .. } => Some(&end.qp),
             _ => None,
+        });
+        match cores.chain(self.numbers.cores()).find(|core| core.qpn == failed) {
+            Some(core) => core.name_rank(error),
+            None => error,
         }
     }
 
-    /// Names the rank in the error of a queue pair that it uses.
-    pub(super) fn name_rank(&self, error: &Error) -> Option<Error> {
-        let failed = match error {
-            Error::Busy { qpn, .. } | Error::PeerGone { qpn } | Error::QpStopped { qpn, .. } => *qpn,
-            Error::Completion(error) => error.qpn,
-            _ => return None,
-        };
-        let end = match self {
-            Part::Sends(queue, _) => &queue.end,
-            Part::Wait { awaited: WaitTarget::Next(end, _) | WaitTarget::All(end), .. } => end,
-            Part::Follow(order) => {
-                return (order.core().qpn == failed).then(|| order.core().name_rank(error.clone()));
-            }
-            _ => return None,
-        };
-        (end.qp.qpn == failed).then(|| end.qp.name_rank(error.clone()))
+    /// Adds to `batch` what a launch makes. On an error `full` becomes the queue that may be full.
+    pub(super) fn again<'a>(
+        &'a self,
+        batch: &mut Batch,
+        completions: &mut Vec<Completion>,
+        full: &mut Option<&'a QueueEnd>,
+    ) -> Result<()> {
+        self.hooks.iter().try_for_each(|hook| hook.replenish())?;
+        batch.follow_again(&self.numbers);
+        for part in &self.parts {
+            part.again(batch, completions).inspect_err(|_| {
+                *full = match part {
+                    Part::Sends { queue, .. } => Some(&queue.end),
+                    _ => None,
+                }
+            })?;
+        }
+        Ok(())
     }
+}
 
+impl Part {
     /// Adds it to `batch` again.
-    pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
+    fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {
-            Part::Op(op) => batch.ops.extend(op.again()),
             Part::HostFn(f) => batch.repeat(f.clone()),
-            Part::Before(hook) => hook.replenish()?,
-            Part::Follow(order) => _ = batch.follow(order),
-            Part::Numbered(order, count, fill) => _ = batch.add_numbered(order, *count, fill.clone()),
-            Part::Sends(queue, sends) => {
-                completions.push(batch.post(PreparedSend::again(queue, sends)?));
+            // Until the numbers are known.
+            Part::Numbered(count) => batch.ops.extend((0..*count).map(|_| Op::Barrier)),
+            Part::Sends { queue, templates, joins } => {
+                if !joins {
+                    batch.part = batch.len();
+                }
+                completions.push(batch.post(PreparedSend::again(queue, templates)?));
             }
             Part::Wait { awaited, has_completion } => {
                 let completion = match awaited {

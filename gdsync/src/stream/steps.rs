@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::{fmt, result};
 
 use super::graph::{EngineGraph, Launch, within_capture};
-use super::record::{Part, Recording};
+use super::record::{Recorded, Recording};
 use super::{ReentrancyCheck, Stream};
 use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
@@ -73,7 +73,7 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 ///   stream's limit. So the kernel must reach each wait within that time, and a word that a step waits for must stay
 ///   satisfied until the launch is over (completions do).
 pub struct KernelSteps {
-    batches: Vec<Vec<Part>>,
+    recorded: Recorded,
     made: EngineGraph,
 }
 
@@ -135,20 +135,20 @@ impl Stream {
         let mut recording = recorder.end().unwrap_or_default();
         // Already ended; a later recording belongs to another caller.
         std::mem::forget(recorder);
-        let made = self.0.engine.make_steps(recording.sizes.take().unwrap_or_default())?;
-        Ok(KernelSteps { batches: recording.finish(), made })
+        let made = self.0.engine.make_steps(recording.steps.take().unwrap_or_default())?;
+        Ok(KernelSteps { recorded: recording.finish(), made })
     }
 }
 
 impl KernelSteps {
     /// The number of steps.
     pub fn len(&self) -> usize {
-        self.batches.len()
+        self.recorded.batches
     }
 
     /// Whether there are no steps.
     pub fn is_empty(&self) -> bool {
-        self.batches.is_empty()
+        self.len() == 0
     }
 
     /// Queues the steps after everything submitted to the stream. Calls `kernel` once, to launch the kernel that runs
@@ -175,8 +175,8 @@ impl KernelSteps {
             ReentrancyCheck::Launch.end();
             matches!(result.insert(answer), Ok(Ok(())))
         };
-        let launch = stream.launch_again(&self.batches, |engine, guard, ops, ends| {
-            engine.launch_steps(guard, &self.made, ops, ends, &mut call)
+        let launch = stream.launch_again(&self.recorded, |engine, guard, ops| {
+            engine.launch_steps(guard, &self.made, &self.recorded.ops, ops, &mut call)
         });
         match result {
             None | Some(Ok(Ok(()))) => Ok(launch?),

@@ -12,7 +12,7 @@ use crate::common::{
 use crate::place::{Site, sites};
 use gdsync::error::{Error, Result};
 use gdsync::memory::{Memory, Word32};
-use gdsync::stream::{Batch, Cond, Graph, Replenish, Stream};
+use gdsync::stream::{Batch, Cond, Graph, Replenish, Stream, StreamOrder};
 use gdsync::verbs::{Completion, QpBuilder, RecvWr, SendWr};
 
 macro_rules! everywhere {
@@ -37,6 +37,7 @@ everywhere! {
     graph_outlives_queue_pair_and_stream: outlives_all;
     captures_that_fail_leave_no_trace: captures;
     words_are_waited_for_and_written_each_time: words;
+    what_differs_stays_between_what_does_not: in_order;
 }
 
 /// Entries of each ring.
@@ -460,6 +461,54 @@ fn words(site: &Site) {
         assert_eq!((gate.load(), out.load(), wide.load()), (0, 1, u64::MAX));
         assert_eq!(memory.to_vec()[16..24], *b"12345678");
     }
+}
+
+/// Sends, waits for completions and numbers between words that stay the same: no doorbell starts an earlier or a later send.
+fn in_order(site: &Site) {
+    let (a, b) = site.pair(64, |q| q);
+    let stream = site.stream(PATIENCE);
+    let (from, to, order) =
+        (a.memory().word32(0).unwrap(), b.memory().word32(0).unwrap(), StreamOrder::new(&a.qp));
+    let count = a.memory().word64(8).unwrap();
+    let send = |batch: &mut Batch| {
+        let ours = [a.mr.sge(0, 4).unwrap()];
+        batch.send(&a.qp, &SendWr::write(b.mr.remote(0).unwrap(), &ours))
+    };
+    let number = |batch: &mut Batch| {
+        let count = count.clone();
+        _ = batch.number(&order, 2, move |n, batch| {
+            batch.wait_value64(&count, n - 1, Cond::Eq);
+            batch.write_value64(&count, n);
+            Ok(())
+        });
+    };
+    let graph = stream.capture(|stream| {
+        let mut batch = Batch::new();
+        for value in [5, 6, 7] {
+            batch.write_value32(&from, value);
+            send(&mut batch)?;
+            batch.wait_value32(&to, value, Cond::Eq);
+            if value == 6 {
+                number(&mut batch);
+                batch.wait_send(&a.qp)?;
+                number(&mut batch);
+                stream.submit(&mut batch)?;
+            }
+        }
+        number(&mut batch);
+        batch.wait_all_sends(&a.qp)?;
+        batch.write_value32(&from, 0);
+        stream.submit(&mut batch)
+    });
+    let graph = graph.unwrap();
+    for launch in 1..=30 {
+        graph.launch(&stream).unwrap();
+        if launch % 3 == 0 {
+            stream.synchronize(PATIENCE).unwrap();
+            assert_eq!((from.load(), to.load(), count.load()), (0, 7, 3 * launch));
+        }
+    }
+    assert_clean(&[&a, &b]);
 }
 
 /// One doorbell starts them, but each can be asked for, and waited for.

@@ -277,6 +277,7 @@ impl Gpu {
     }
 
     /// The CUDA ordinal in this process.
+    #[inline]
     pub fn ordinal(&self) -> i32 {
         self.0.ordinal
     }
@@ -292,6 +293,7 @@ impl Gpu {
     }
 
     /// The context (`CUcontext`), for launching kernels in it.
+    #[inline]
     pub fn raw_context(&self) -> usize {
         self.0.context
     }
@@ -348,11 +350,13 @@ impl Gpu {
     ///
     /// # Errors
     /// [`Error::Cuda`] if the GPUs have no peer access.
+    #[inline]
     pub fn reach(&self, other: &Gpu) -> Result<()> {
+        if self.0.context == other.0.context { Ok(()) } else { self.reach_other(other) }
+    }
+
+    fn reach_other(&self, other: &Gpu) -> Result<()> {
         let (own, theirs) = (&*self.0, &*other.0);
-        if own.context == theirs.context {
-            return Ok(());
-        }
         let mut reached = own.reached.lock();
         if reached.contains(&theirs.context) {
             return Ok(());

@@ -40,14 +40,12 @@ fn head_words(head: Head, count: usize) -> [u64; 4] {
     [head.status, head.limit_ns, head.submission, count as u64]
 }
 
-fn put_words(to: &mut [u8], before: impl IntoIterator<Item = u64>, ops: &[KernelOp]) {
-    let op = |op: &KernelOp| {
+fn put_words<const N: usize>(to: &mut [u8], before: [u64; N], ops: &[KernelOp]) {
+    let (head, to) = to.as_chunks_mut::<8>().0.split_at_mut(N);
+    head.copy_from_slice(&before.map(u64::to_ne_bytes));
+    for (to, op) in to.as_chunks_mut().0.iter_mut().zip(ops) {
         let what = u64::from(op.kind) | u64::from(op.cond) << 32 | u64::from(op.flags) << 48;
-        [what, op.addr, op.value]
-    };
-    let words = before.into_iter().chain(ops.iter().flat_map(op));
-    for (to, word) in to.as_chunks_mut::<8>().0.iter_mut().zip(words) {
-        *to = word.to_ne_bytes();
+        *to = [what.to_ne_bytes(), op.addr.to_ne_bytes(), op.value.to_ne_bytes()];
     }
 }
 
@@ -55,23 +53,26 @@ fn put_words(to: &mut [u8], before: impl IntoIterator<Item = u64>, ops: &[Kernel
 const BEFORE_STEPS: usize = size_of::<Head>() + 16;
 
 /// Bytes of steps with these numbers of operations in memory.
-pub fn room_of_steps(steps: &[usize]) -> usize {
+pub fn room_of_steps(steps: impl Iterator<Item = usize>) -> usize {
     // Plus the mark. An empty step has a barrier.
-    let ops = steps.iter().map(|&ops| ops.max(1)).sum::<usize>() + 1;
+    let ops = steps.map(|ops| ops.max(1)).sum::<usize>() + 1;
     BEFORE_STEPS + ops * size_of::<KernelOp>()
 }
 
 /// Writes the steps of a launch, and the mark behind them, to an image of the memory.
-pub fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: KernelOp) {
+pub fn put_steps<'a>(to: &mut [u8], head: Head, steps: impl Iterator<Item = &'a [KernelOp]>, mark: KernelOp) {
     let mut ops = Vec::with_capacity(to.len() / size_of::<KernelOp>());
+    let mut count = 0;
     for step in steps {
+        count += 1;
         let (last, before) = step.split_last().unwrap_or((&KernelOp::BARRIER, &[]));
         ops.extend_from_slice(before);
         ops.push(KernelOp { flags: last.flags | flag::LAST, ..*last });
     }
     ops.push(mark);
-    let cursor = [0, 0];
-    put_words(to, head_words(head, steps.len()).into_iter().chain(cursor), &ops);
+    let [status, limit, submission, count] = head_words(head, count);
+    let cursor = 0;
+    put_words(to, [status, limit, submission, count, cursor, 0], &ops);
 }
 
 /// `Op` of `gdsync.cuh`.
@@ -206,6 +207,24 @@ impl KernelOp {
     #[inline]
     fn by_move(self) -> Self {
         Self { flags: self.flags | flag::PEER | flag::BY_MOVE, ..self }
+    }
+
+    /// Destination, source and length, if they begin with [`KernelOp::copy`].
+    #[inline]
+    pub fn as_copy(ops: &[Self]) -> Option<(u64, u64, usize)> {
+        match ops {
+            [length, copy, ..] if length.kind == kind::LENGTH && copy.kind == kind::COPY => {
+                Some((copy.addr, copy.value, usize::try_from(length.value).ok()?))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether a program may have it in place of an operation that it was made for: of the same kind, and a copy by as many blocks.
+    #[inline]
+    pub fn fits(&self, before: &Self) -> bool {
+        let grid = |op: &Self| Grid::of_copy(op.value);
+        self.kind == before.kind && (self.kind != kind::LENGTH || grid(self) == grid(before))
     }
 
     /// Copies `len` bytes into receive `number` of a peer, by its line and the table of open memory, and then writes `mark` to the word
@@ -524,7 +543,8 @@ impl KernelExecutor {
         ops: &[KernelOp],
         follows: bool,
     ) -> gdrcopy::Result<()> {
-        self.with_program(head, ops, |function, grid, params| {
+        let grid = Grid::of(ops);
+        self.with_program(grid, head, ops, |function, params| {
             // Many blocks do not wait, as they would hold multiprocessors meanwhile.
             let programmatic = follows && self.programmatic && grid.may_wait();
             // SAFETY: the function takes this one parameter.
@@ -542,7 +562,7 @@ impl KernelExecutor {
         unsafe { launch(api, self.finish, Grid::SINGLE, stream, params.as_mut_ptr(), false) }
     }
 
-    /// Sets the operations of a kernel node of a graph, from the next launch on. The context must be current.
+    /// Sets the operations of a kernel node of a graph, of this grid, from the next launch on. The context must be current.
     ///
     /// # Errors
     /// Of CUDA.
@@ -550,10 +570,11 @@ impl KernelExecutor {
         &self,
         api: &Api,
         (graph, node): (Handle, Handle),
+        grid: Grid,
         head: Head,
         ops: &[KernelOp],
     ) -> gdrcopy::Result<()> {
-        self.with_program(head, ops, |function, grid, params| {
+        self.with_program(grid, head, ops, |function, params| {
             // SAFETY: a graph and a node of it, as the caller says, and the one parameter of the function, which the
             // driver copies.
             unsafe {
@@ -591,12 +612,13 @@ impl KernelExecutor {
         }
     }
 
-    /// Calls `call` with the kernel for `ops`, its grid and its parameters.
+    /// Calls `call` with the kernel for `ops`, of this grid, and its parameters.
     fn with_program<T>(
         &self,
+        grid: Grid,
         head: Head,
         ops: &[KernelOp],
-        call: impl FnOnce(Handle, Grid, *mut *mut c_void) -> T,
+        call: impl FnOnce(Handle, *mut *mut c_void) -> T,
     ) -> T {
         fn sized<const N: usize, T>(
             head: Head,
@@ -611,12 +633,11 @@ impl KernelExecutor {
             let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
             call(params.as_mut_ptr())
         }
-        let grid = Grid::of(ops);
         let kernels = self.of(grid);
         if ops.len() <= SMALL {
-            sized::<SMALL, T>(head, ops, |params| call(kernels.small, grid, params))
+            sized::<SMALL, T>(head, ops, |params| call(kernels.small, params))
         } else {
-            sized::<LARGE, T>(head, ops, |params| call(kernels.large, grid, params))
+            sized::<LARGE, T>(head, ops, |params| call(kernels.large, params))
         }
     }
 }
@@ -747,9 +768,9 @@ mod tests {
     fn steps_lie_in_memory_as_the_header_reads_them() {
         let write = |n| KernelOp { kind: kind::WRITE_64, addr: 8 * n, value: n, ..KernelOp::BARRIER };
         let steps = [&[1, 2][..], &[], &[3]].map(|ops| ops.iter().copied().map(write).collect::<Program>());
-        let mut image = vec![0; room_of_steps(&[2, 0, 1])];
+        let mut image = vec![0; room_of_steps([2, 0, 1].into_iter())];
         let head = Head { status: 11, limit_ns: 12, submission: 13, count: 0 };
-        put_steps(&mut image, head, &steps, KernelOp::mark(64, 13));
+        put_steps(&mut image, head, steps.iter().map(|step| &step[..]), KernelOp::mark(64, 13));
         let words: Vec<u64> = image.as_chunks::<8>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect();
         assert_eq!(words[..6], [11, 12, 13, 3, 0, 0], "head and cursor");
         let ops: Vec<_> =

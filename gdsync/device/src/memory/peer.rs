@@ -174,6 +174,7 @@ impl PeerMemory {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] if it is open for another GPU.
+    #[inline]
     pub fn gpu_addr(&self, gpu: &Gpu, offset: usize, len: usize) -> Result<u64> {
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(Error::OutOfBounds { offset, len, size: self.len });

@@ -93,6 +93,7 @@ impl Memory {
     ///
     /// # Errors
     /// As [`Memory::gpu_addr`].
+    #[inline]
     pub fn place(&self, gpu: &Gpu) -> Result<Place> {
         let is_near = self.gpu().is_some_and(|owner| owner.ordinal() == gpu.ordinal());
         Ok(Place { addr: self.gpu_addr(gpu)?, is_near })

@@ -1,5 +1,5 @@
-//! CUDA graphs and kernel steps. A captured batch becomes graph nodes; each launch first writes its own operations into
-//! them. Kernel steps are run by application kernels with `gdsync.cuh`.
+//! CUDA graphs and kernel steps. A captured batch becomes graph nodes; each launch first writes into them what it has made anew.
+//! Kernel steps are run by application kernels with `gdsync.cuh`.
 //!
 //! A launch is one submission of its stream. A launch of steps has two calls: the application's kernel, and one after
 //! it that runs the steps it has skipped and writes the mark.
@@ -10,14 +10,14 @@ use std::sync::Arc;
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, EdgeData, Handle};
-use smallvec::SmallVec;
 
-use super::instance::Pool;
-use super::plan::{self, ByKernel, Call, EngineCopy};
+use super::instance::{Launching, Pool};
+use super::plan::{self, ByKernel, Call, Plan};
 use super::shared::{CompletedSubmissions, MARK_EVERY, Shared, SubmitGuard};
-use crate::stream::op::{Op, Ops};
+use crate::stream::graph::EngineGraph;
+use crate::stream::op::{Kept, Op, Ops};
 use gdsync_device::cuda::Gpu;
-use gdsync_device::cuda::kernel_exec::{Grid, Program};
+use gdsync_device::cuda::kernel_exec::Grid;
 use gdsync_device::error::{Error, Result};
 
 /// `CU_STREAM_CAPTURE_STATUS_NONE`.
@@ -28,29 +28,10 @@ const NO_CAPTURE: u32 = 0;
 pub(super) struct Captured {
     /// The nodes of each batch.
     batches: Vec<Vec<(Handle, Call)>>,
+    /// Of all batches.
+    plan: Plan,
     /// Set after a partially captured batch: the capture is unusable.
     spoiled: Option<Error>,
-}
-
-/// A graph node: one call of a captured batch, or of several.
-#[derive(Debug)]
-pub(super) struct Node {
-    pub(super) handle: Handle,
-    shape: Shape,
-}
-
-/// The fixed part of a node.
-#[derive(Debug, PartialEq, Eq)]
-enum Shape {
-    /// Memory operations of these kinds.
-    MemOps(SmallVec<[u32; 8]>),
-    /// A kernel of this many operations, and its grid.
-    Kernel {
-        ops: usize,
-        grid: Grid,
-    },
-    HostFn,
-    Copy(EngineCopy),
 }
 
 /// A graph that can be launched.
@@ -60,9 +41,6 @@ pub(super) struct Exec {
     by_kernel: ByKernel,
     /// The graph that owns the nodes.
     _graph: OwnedGraph,
-    nodes: Vec<Node>,
-    /// Of each batch, whether it begins in the last node of the batch before.
-    joined: Vec<bool>,
     pool: Arc<Pool>,
 }
 
@@ -71,19 +49,6 @@ pub(super) struct Exec {
 struct OwnedGraph {
     gpu: Gpu,
     graph: Handle,
-}
-
-impl Shape {
-    fn of(call: &Call, by_kernel: ByKernel) -> Self {
-        match call {
-            Call::Ops(ops) if plan::runs_by_kernel(ops, by_kernel.ops) => {
-                Shape::Kernel { ops: ops.len(), grid: Grid::of(ops) }
-            }
-            Call::Ops(ops) => Shape::MemOps(ops.iter().map(|op| op.memop().operation).collect()),
-            Call::HostFn(_) => Shape::HostFn,
-            Call::Copy(copy) => Shape::Copy(*copy),
-        }
-    }
 }
 
 /// The error for a graph that the stream cannot launch.
@@ -126,7 +91,7 @@ impl Shared {
     }
 
     /// Captures a batch.
-    pub(super) fn record(&self, guard: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
+    pub(super) fn record(&self, guard: &mut SubmitGuard, ops: &[Op], anew: &[bool]) -> Result<()> {
         if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
             return Err(Error::Unsupported {
                 what: "a host function in a graph of CUDA",
@@ -134,7 +99,7 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        let calls = plan::list(&self.gpu, ops, &[ops.len()], &[false], self.by_kernel)?;
+        let plan = plan::of_batch(&self.gpu, ops, anew, self.by_kernel)?;
         if let Some(error) = self.error() {
             return Err(error);
         }
@@ -142,6 +107,7 @@ impl Shared {
         if let Some(error) = &captured.spoiled {
             return Err(error.clone());
         }
+        let calls = captured.plan.join(plan);
         let mut last = captured.batches.iter().flatten().next_back().map_or(0, |(handle, _)| *handle);
         let mut node = |api: &Api, call| self.node(api, call, last).inspect(|(handle, _)| last = *handle);
         let nodes = self.gpu.within(|api| calls.into_iter().map(|call| node(api, call)).collect());
@@ -183,34 +149,35 @@ impl Shared {
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
         let (gpu, by_kernel) = (self.gpu.clone(), self.by_kernel);
-        let (nodes, joined) = gpu
-            .within(|api| fuse(api, graph, captured.batches, by_kernel))
+        let nodes = gpu
+            .within(|api| fuse(api, graph, captured.batches, by_kernel.ops))
             .map_err(Error::cuda("joining the kernels of a graph"))?;
-        let pool = Arc::new(Pool::of_graph(&gpu, self.kernel_exec.as_ref(), graph, &nodes)?);
-        Ok(Arc::new(Exec { gpu, by_kernel, _graph: owned, nodes, joined, pool }))
+        let launching = Launching::new(nodes, by_kernel.ops);
+        let pool = Pool::of_graph(&gpu, self.kernel_exec.as_ref(), graph, (launching, captured.plan.slots))?;
+        let pool = Arc::new(pool);
+        Ok(Arc::new(Exec { gpu, by_kernel, _graph: owned, pool }))
     }
 
     pub(super) fn launch(
         &self,
         guard: &mut SubmitGuard,
-        exec: &Arc<Exec>,
+        exec: &Exec,
+        kept: &Kept,
         ops: &mut Ops,
-        ends: &[usize],
     ) -> Result<u64> {
         if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel.ops != exec.by_kernel.ops {
             return Err(other_gpu());
         }
         self.mark_before_registering(guard, ops);
-        let calls = exec.plan(ops, ends)?;
+        let steps = plan::steps(&self.gpu, ops, exec.by_kernel)?;
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.begin(guard, true)?;
-        let count = 1 + calls.len();
-        let launching = exec.pool.lock();
+        let mut launching = exec.pool.prepare(&steps)?;
+        let count = 1 + launching.nodes();
         let instance = self.instance(guard, &exec.pool)?;
         let seq = self.submitted() + 1;
-        let head = self.head(seq);
-        instance.arm(head, &exec.nodes, &calls)?;
-        self.enqueue(guard, &mut done, (count, 0), (ops, Some(instance.clone())))?;
+        instance.arm(self.head(seq), &mut launching)?;
+        self.enqueue(guard, &mut done, (count, 0), (ops, Some((instance.clone(), kept.clone()))))?;
         // SAFETY: the queued submission keeps the instance, and all memory that its nodes access, alive.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
@@ -220,38 +187,6 @@ impl Shared {
             self.mark_locked(guard);
         }
         Ok(self.issued(seq, answer))
-    }
-}
-
-impl Node {
-    /// The number of operations and the grid, for a kernel node.
-    pub(super) fn kernel(&self) -> Option<(usize, Grid)> {
-        match self.shape {
-            Shape::Kernel { ops, grid } => Some((ops, grid)),
-            Shape::MemOps(_) | Shape::HostFn | Shape::Copy(_) => None,
-        }
-    }
-}
-
-impl Exec {
-    /// The calls of a launch whose batches end at `ends`: one per node, of the same shape.
-    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Call>> {
-        let calls = plan::list(&self.gpu, ops, ends, &self.joined, self.by_kernel)?;
-        let fits = |(call, node): (&Call, &Node)| Shape::of(call, self.by_kernel) == node.shape;
-        let same = calls.len() == self.nodes.len();
-        match calls.iter().zip(&self.nodes).find(|both| !fits(*both)) {
-            None if same => Ok(calls),
-            Some((Call::Copy(_), _)) => Err(Error::Unsupported {
-                what: "a launch whose copies by the copy engine are of other memory than was captured",
-                by: "CUDA graphs, whose copies stay the same",
-                fix: "launch it where its messages go to the places of the capture, give the channel one place, or let kernels copy",
-            }),
-            _ => Err(Error::Unsupported {
-                what: "a launch with other operations than were captured",
-                by: "CUDA graphs",
-                fix: "capture the graph again",
-            }),
-        }
     }
 }
 
@@ -282,40 +217,31 @@ fn capture_of(api: &Api, stream: Handle) -> gdrcopy::Result<(u32, Handle)> {
 }
 
 /// Has one kernel do what several in a row were captured for, where the graph has nothing between them: from one kernel to the next
-/// takes 1 us. Returns the nodes, and of each batch whether it begins in the last node of the batch before.
+/// takes 1 us. Returns the nodes, which have the same operations in the same order.
 fn fuse(
     api: &Api,
     graph: Handle,
     batches: Vec<Vec<(Handle, Call)>>,
-    by_kernel: ByKernel,
-) -> gdrcopy::Result<(Vec<Node>, Vec<bool>)> {
+    mut may_join: bool,
+) -> gdrcopy::Result<Vec<(Handle, Call)>> {
     let mut nodes: Vec<(Handle, Call)> = Vec::new();
-    let mut joined = Vec::with_capacity(batches.len());
-    let mut may_join = by_kernel.ops;
     for mut batch in batches {
-        let joins = match (nodes.last_mut(), batch.first()) {
-            (Some((before, Call::Ops(ops))), Some((node, Call::Ops(next)))) => {
-                let mut joins = may_join
-                    && plan::may_join(ops, next)
-                    && follows_alone(api, *before, *node)?
-                    && (Grid::of(next).may_wait() || !starts_ahead(api, *before)?);
-                if joins {
-                    may_join = replace(api, graph, *node, *before)?;
-                    joins = may_join;
-                }
-                if joins {
-                    ops.extend_from_slice(next);
-                }
-                joins
+        if let (Some((before, Call::Ops(ops))), Some((node, Call::Ops(next)))) =
+            (nodes.last_mut(), batch.first())
+            && may_join
+            && plan::may_join(ops, next)
+            && follows_alone(api, *before, *node)?
+            && (Grid::of(next).may_wait() || !starts_ahead(api, *before)?)
+        {
+            may_join = replace(api, graph, *node, *before)?;
+            if may_join {
+                ops.extend_from_slice(next);
+                batch.remove(0);
             }
-            (_, first) => first.is_none(),
-        };
-        batch.drain(..usize::from(joins && !batch.is_empty()));
+        }
         nodes.append(&mut batch);
-        joined.push(joins);
     }
-    let node = |(handle, call): (_, Call)| Node { handle, shape: Shape::of(&call, by_kernel) };
-    Ok((nodes.into_iter().map(node).collect(), joined))
+    Ok(nodes)
 }
 
 /// Whether it starts before a kernel ahead of it has ended.
@@ -375,8 +301,6 @@ fn neighbours(
 #[derive(Debug)]
 pub(super) struct StepPool {
     gpu: Gpu,
-    /// The size of each step.
-    sizes: Vec<usize>,
     pool: Arc<Pool>,
 }
 
@@ -390,27 +314,30 @@ pub(super) fn other_executor() -> Error {
 }
 
 impl Shared {
-    /// The number of operations of a batch as a step.
-    pub(super) fn size_of_step(&self, ops: &[Op]) -> Result<usize> {
+    /// Plans a batch as a step.
+    pub(super) fn record_step(&self, ops: &[Op], anew: &[bool]) -> Result<Plan> {
         if !self.by_kernel() {
             return Err(other_executor());
         }
-        plan::program(&self.gpu, ops).map(|program| program.len())
+        plan::of_step(&self.gpu, ops, anew)
     }
 
-    /// Allocates steps of the given sizes.
-    pub(super) fn make_steps(&self, sizes: Vec<usize>) -> Result<Arc<StepPool>> {
-        let pool = Arc::new(Pool::of_steps(&self.gpu, &sizes)?);
-        Ok(Arc::new(StepPool { gpu: self.gpu.clone(), sizes, pool }))
+    /// Makes steps of what [`Shared::record_step`] has planned.
+    pub(super) fn make_steps(&self, steps: Vec<EngineGraph>) -> Result<Arc<StepPool>> {
+        let mut plan = Plan::default();
+        let steps = steps.into_iter().filter_map(|step| Arc::into_inner(step.downcast().ok()?));
+        let calls: Vec<_> = steps.flat_map(|step| plan.join(step)).map(|call| (0, call)).collect();
+        let pool = Arc::new(Pool::of_steps(&self.gpu, (Launching::new(calls, true), plan.slots))?);
+        Ok(Arc::new(StepPool { gpu: self.gpu.clone(), pool }))
     }
 
-    /// Queues steps that end at `ends`. `kernel` launches the kernel that runs them and returns whether it did.
+    /// Queues steps. `kernel` launches the kernel that runs them and returns whether it did.
     pub(super) fn launch_steps(
         &self,
         guard: &mut SubmitGuard,
         step_pool: &StepPool,
+        kept: &Kept,
         ops: &mut Ops,
-        ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
         const CALLS: usize = 2;
@@ -418,15 +345,15 @@ impl Shared {
             return Err(other_executor());
         }
         self.mark_before_registering(guard, ops);
-        let steps = step_pool.plan(ops, ends)?;
+        let steps = plan::steps(&self.gpu, ops, ByKernel::STEP)?;
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.begin(guard, true)?;
         let Some(kernel_exec) = &self.kernel_exec else { return Err(other_executor()) };
-        let launching = step_pool.pool.lock();
+        let launching = step_pool.pool.prepare(&steps)?;
         let instance = self.instance(guard, &step_pool.pool)?;
         let seq = self.submitted() + 1;
-        let addr = instance.arm_steps(self.head(seq), &steps, self.mark_of(seq))?;
-        self.enqueue(guard, &mut done, (CALLS, 0), (ops, Some(instance.clone())))?;
+        let addr = instance.arm_steps(self.head(seq), &launching, self.mark_of(seq))?;
+        self.enqueue(guard, &mut done, (CALLS, 0), (ops, Some((instance, kept.clone()))))?;
         drop(launching);
         // Dropped now: waiters for completed submissions must not wait for the application.
         drop(done);
@@ -448,23 +375,8 @@ impl Shared {
         let mut state = self.lock();
         if let Some(submission) = state.queue.back_mut().filter(|last| last.seq == seq) {
             std::mem::swap(&mut submission.ops, ops);
+            submission.launched = None;
         }
-    }
-}
-
-impl StepPool {
-    /// The programs of a launch whose batches end at `ends`, checked against the allocated sizes.
-    fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Program>> {
-        let starts = std::iter::once(0).chain(ends.iter().copied());
-        let steps = starts.zip(ends).map(|(start, &end)| plan::program(&self.gpu, &ops[start..end]));
-        let steps: Vec<_> = steps.collect::<Result<_>>()?;
-        let fits = steps.len() == self.sizes.len()
-            && steps.iter().zip(&self.sizes).all(|(step, &size)| step.len() <= size);
-        fits.then_some(steps).ok_or(Error::Unsupported {
-            what: "a launch with more operations than were recorded",
-            by: "the steps of a kernel",
-            fix: "record the steps again",
-        })
     }
 }
 

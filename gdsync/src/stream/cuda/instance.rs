@@ -5,6 +5,8 @@
 //! several kernels reads their operations from memory, which each launch writes at once. Such a graph has several
 //! instances, because pending launches still read theirs.
 
+use std::mem;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
@@ -13,10 +15,9 @@ use parking_lot::{Mutex, MutexGuard};
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOpNodeParams};
 
-use super::graph::Node;
-use super::plan::{self, Call};
+use super::plan::{self, Call, Slot};
 use gdsync_device::cuda::Gpu;
-use gdsync_device::cuda::kernel_exec::{self, Head, KernelExecutor, KernelOp, Program};
+use gdsync_device::cuda::kernel_exec::{self, Grid, Head, KernelExecutor, KernelOp};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 
@@ -28,8 +29,30 @@ const INSTANCES: usize = 3;
 #[derive(Debug)]
 pub(super) struct Pool {
     instances: Vec<Arc<Instance>>,
+    /// Where the steps go that launches make anew.
+    slots: Vec<Slot>,
     /// Locked while a launch takes an instance and writes its operations, until it is queued.
-    launching: Mutex<()>,
+    launching: Mutex<Launching>,
+}
+
+/// The operations of the launch that has the lock.
+#[derive(Debug)]
+pub(super) struct Launching {
+    nodes: Vec<Node>,
+    /// Of all nodes.
+    ops: Vec<KernelOp>,
+    /// As [`Programs`] have them.
+    image: Vec<u8>,
+}
+
+/// A graph node, or a step of a kernel: one call of a captured batch, or of several.
+#[derive(Debug)]
+struct Node {
+    handle: Handle,
+    /// None of a copy by the copy engine.
+    ops: Range<usize>,
+    /// Of a kernel.
+    grid: Option<Grid>,
 }
 
 /// An instantiated graph; or the programs of steps, without a graph.
@@ -49,13 +72,12 @@ struct Programs {
     memory: Memory,
     /// Their GPU address.
     addr: u64,
-    /// The offset of each node's program.
-    places: Vec<usize>,
 }
 
 impl Pool {
-    fn new(instances: Vec<Instance>) -> Self {
-        Self { instances: instances.into_iter().map(Arc::new).collect(), launching: Mutex::default() }
+    fn new(instances: Vec<Instance>, (launching, slots): (Launching, Vec<Slot>)) -> Self {
+        let instances = instances.into_iter().map(Arc::new).collect();
+        Self { instances, slots, launching: Mutex::new(launching) }
     }
 
     /// Creates the instances of a graph with these nodes.
@@ -63,11 +85,11 @@ impl Pool {
         gpu: &Gpu,
         kernel_exec: Option<&Arc<KernelExecutor>>,
         graph: Handle,
-        nodes: &[Node],
+        (launching, slots): (Launching, Vec<Slot>),
     ) -> Result<Self> {
-        let in_memory = kernel_exec.is_some()
-            && nodes.len() >= IN_MEMORY
-            && nodes.iter().all(|node| node.kernel().is_some());
+        let nodes = &launching.nodes;
+        let in_memory =
+            kernel_exec.is_some() && nodes.len() >= IN_MEMORY && nodes.iter().all(|node| node.grid.is_some());
         let one = || {
             let mut instance =
                 Instance { gpu: gpu.clone(), kernel_exec: kernel_exec.cloned(), exec: 0, programs: None };
@@ -75,7 +97,7 @@ impl Pool {
             gpu.within(|api| unsafe { api.graph_instantiate(&mut instance.exec, graph, 0) })
                 .map_err(Error::cuda("instantiating a graph"))?;
             if in_memory {
-                instance.programs = Some(Programs::of_nodes(gpu, nodes)?);
+                instance.programs = Some(Programs::new(gpu, nodes.iter().map(room).sum())?);
                 instance.point(nodes)?;
             }
             Ok::<_, Error>(instance)
@@ -90,21 +112,37 @@ impl Pool {
                 }
             }
         }
-        Ok(Self::new(instances))
+        Ok(Self::new(instances, (launching, slots)))
     }
 
-    /// Allocates programs for steps of the given sizes.
-    pub(super) fn of_steps(gpu: &Gpu, steps: &[usize]) -> Result<Self> {
+    /// Allocates programs for steps.
+    pub(super) fn of_steps(gpu: &Gpu, (launching, slots): (Launching, Vec<Slot>)) -> Result<Self> {
+        let len = kernel_exec::room_of_steps(launching.nodes.iter().map(|node| node.ops.len()));
         let one = |_| {
-            let programs = Programs::new(gpu, kernel_exec::room_of_steps(steps), Vec::new())?;
-            Ok(Instance { gpu: gpu.clone(), kernel_exec: None, exec: 0, programs: Some(programs) })
+            let programs = Some(Programs::new(gpu, len)?);
+            Ok(Instance { gpu: gpu.clone(), kernel_exec: None, exec: 0, programs })
         };
-        Ok(Self::new((0..INSTANCES).map(one).collect::<Result<_>>()?))
+        Ok(Self::new((0..INSTANCES).map(one).collect::<Result<_>>()?, (launching, slots)))
     }
 
-    /// Locks the pool. Hold the lock from [`Pool::free`] until the launch is queued.
-    pub(super) fn lock(&self) -> MutexGuard<'_, ()> {
-        self.launching.lock()
+    /// Locks the pool, with the steps of a launch that were made anew. Hold the lock from [`Pool::free`] until the launch is queued.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for other steps than were captured.
+    pub(super) fn prepare(&self, steps: &[KernelOp]) -> Result<MutexGuard<'_, Launching>> {
+        let mut launching = self.launching.lock();
+        if steps.len() != self.slots.len() {
+            return Err(other_operations());
+        }
+        for (step, slot) in steps.iter().zip(&self.slots) {
+            match *slot {
+                Slot::At(at) if step.fits(&launching.ops[at]) => launching.ops[at] = *step,
+                Slot::At(_) => return Err(other_operations()),
+                Slot::Same(copy) if copy != *step => return Err(other_copy()),
+                Slot::Same(_) | Slot::Superseded => {}
+            }
+        }
+        Ok(launching)
     }
 
     /// A free instance. The caller holds the pool's lock.
@@ -142,42 +180,51 @@ impl Instance {
     /// Sets the program addresses of its kernels.
     fn point(&self, nodes: &[Node]) -> Result<()> {
         let (Some(kernel_exec), Some(programs)) = (&self.kernel_exec, &self.programs) else { return Ok(()) };
-        let each = || nodes.iter().zip(&programs.places);
-        let point = |api: &Api, (node, place): (&Node, &usize)| {
-            let Some((_, grid)) = node.kernel() else { return Ok(()) };
-            kernel_exec.point(api, (self.exec, node.handle), grid, programs.addr + *place as u64)
+        let mut addr = programs.addr;
+        let mut point = |api: &Api, node: &Node| {
+            let Some(grid) = node.grid else { return Ok(()) };
+            kernel_exec.point(api, (self.exec, node.handle), grid, addr)?;
+            addr += room(node) as u64;
+            Ok(())
         };
-        let pointed = self.gpu.within(|api| each().try_for_each(|each| point(api, each)));
+        let pointed = self.gpu.within(|api| nodes.iter().try_for_each(|node| point(api, node)));
         pointed.map_err(Error::cuda("preparing a graph"))
     }
 
     /// Writes the operations of a launch.
-    pub(super) fn arm(&self, head: Head, nodes: &[Node], calls: &[Call]) -> Result<()> {
-        if let Some(programs) = &self.programs {
-            return programs.put(head, calls);
+    pub(super) fn arm(&self, head: Head, launching: &mut Launching) -> Result<()> {
+        let Some(programs) = &self.programs else {
+            let armed = self.gpu.within(|api| self.arm_each(api, head, launching));
+            return armed.map_err(Error::cuda("preparing a graph"));
+        };
+        let mut image = mem::take(&mut launching.image);
+        image.resize(programs.memory.len(), 0);
+        let mut rest = &mut image[..];
+        for (node, ops) in launching.programs() {
+            kernel_exec::put(rest, head, ops);
+            rest = &mut rest[room(node)..];
         }
-        self.gpu
-            .within(|api| self.arm_each(api, head, nodes, calls))
-            .map_err(Error::cuda("preparing a graph"))
+        programs.write(&image)?;
+        launching.image = image;
+        Ok(())
     }
 
     /// Writes the steps of a launch into its memory. Returns their GPU address.
-    pub(super) fn arm_steps(&self, head: Head, steps: &[Program], mark: KernelOp) -> Result<u64> {
+    pub(super) fn arm_steps(&self, head: Head, launching: &Launching, mark: KernelOp) -> Result<u64> {
         let Some(programs) = &self.programs else { return Ok(0) };
         let mut image = vec![0; programs.memory.len()];
-        kernel_exec::put_steps(&mut image, head, steps, mark);
+        kernel_exec::put_steps(&mut image, head, launching.programs().map(|(_, ops)| ops), mark);
         programs.write(&image).map(|()| programs.addr)
     }
 
-    fn arm_each(&self, api: &Api, head: Head, nodes: &[Node], calls: &[Call]) -> gdrcopy::Result<()> {
-        for (node, call) in nodes.iter().zip(calls) {
-            match (call, &self.kernel_exec) {
-                (Call::Ops(ops), Some(kernel_exec)) if node.kernel().is_some() => {
-                    kernel_exec.arm(api, (self.exec, node.handle), head, ops)?;
+    fn arm_each(&self, api: &Api, head: Head, launching: &Launching) -> gdrcopy::Result<()> {
+        for (node, ops) in launching.programs() {
+            match (node.grid, &self.kernel_exec) {
+                (Some(grid), Some(kernel_exec)) => {
+                    kernel_exec.arm(api, (self.exec, node.handle), grid, head, ops)?;
                 }
-                (Call::Ops(ops), _) => self.arm_memops(api, node.handle, ops)?,
-                // The same in each launch; graphs have no host functions.
-                (Call::Copy(_) | Call::HostFn(_), _) => {}
+                _ if ops.is_empty() => {}
+                _ => self.arm_memops(api, node.handle, ops)?,
             }
         }
         Ok(())
@@ -208,38 +255,65 @@ impl Drop for Instance {
 
 impl Programs {
     /// In GPU memory, which kernels read fastest; in host memory if GPU memory cannot be mapped, or needs a flush.
-    fn new(gpu: &Gpu, len: usize, places: Vec<usize>) -> Result<Self> {
+    fn new(gpu: &Gpu, len: usize) -> Result<Self> {
         let memory = match gpu.alloc_piece(len) {
             Ok(memory) if !memory.needs_flush() => memory,
             _ => gpu.alloc_host_piece(len)?,
         };
         let addr = memory.gpu_addr(gpu)?;
-        Ok(Self { memory, addr, places })
-    }
-
-    fn of_nodes(gpu: &Gpu, nodes: &[Node]) -> Result<Self> {
-        let mut len = 0;
-        let mut places = Vec::with_capacity(nodes.len());
-        for node in nodes {
-            places.push(len);
-            len += kernel_exec::room(node.kernel().map_or(0, |(ops, _)| ops));
-        }
-        Self::new(gpu, len, places)
-    }
-
-    fn put(&self, head: Head, calls: &[Call]) -> Result<()> {
-        let mut image = vec![0; self.memory.len()];
-        for (place, call) in self.places.iter().zip(calls) {
-            if let Call::Ops(program) = call {
-                kernel_exec::put(&mut image[*place..], head, program);
-            }
-        }
-        self.write(&image)
+        Ok(Self { memory, addr })
     }
 
     fn write(&self, image: &[u8]) -> Result<()> {
         self.memory.write(0, image)?;
         self.memory.fence();
         Ok(())
+    }
+}
+
+/// Bytes of a node's program.
+fn room(node: &Node) -> usize {
+    kernel_exec::room(node.ops.len())
+}
+
+impl Launching {
+    /// The nodes with these calls, of a stream whose operations kernels run or not.
+    pub(super) fn new(calls: Vec<(Handle, Call)>, by_kernel: bool) -> Self {
+        let mut ops = Vec::new();
+        let node = |(handle, call)| {
+            let (start, mut grid) = (ops.len(), None);
+            if let Call::Ops(program) = call {
+                grid = plan::runs_by_kernel(&program, by_kernel).then(|| Grid::of(&program));
+                ops.extend_from_slice(&program);
+            }
+            Node { handle, ops: start..ops.len(), grid }
+        };
+        let nodes = calls.into_iter().map(node).collect();
+        Self { nodes, ops, image: Vec::new() }
+    }
+
+    /// The number of nodes.
+    pub(super) fn nodes(&self) -> usize {
+        self.nodes.len()
+    }
+
+    fn programs(&self) -> impl Iterator<Item = (&Node, &[KernelOp])> {
+        self.nodes.iter().map(|node| (node, &self.ops[node.ops.clone()]))
+    }
+}
+
+fn other_copy() -> Error {
+    Error::Unsupported {
+        what: "a launch whose copies by the copy engine are of other memory than was captured",
+        by: "CUDA graphs, whose copies stay the same",
+        fix: "launch it where its messages go to the places of the capture, give the channel one place, or let kernels copy",
+    }
+}
+
+fn other_operations() -> Error {
+    Error::Unsupported {
+        what: "a launch with other operations than were captured",
+        by: "graphs and steps of kernels",
+        fix: "capture it again",
     }
 }

@@ -8,7 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use crate::stream::peer::{PeerCopy, Signal};
+use crate::stream::peer::Signal;
 use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
@@ -48,6 +48,11 @@ pub(super) struct ByKernel {
     pub(super) copies: bool,
 }
 
+impl ByKernel {
+    /// Steps of application kernels.
+    pub(super) const STEP: Self = Self { ops: true, copies: true };
+}
+
 /// The calls of a list of operations, as few as the limits allow. The last call, mostly the only one, is built in
 /// place, because calls are large.
 pub(super) struct Calls {
@@ -62,6 +67,43 @@ pub(super) struct Calls {
     /// Whether the last call is a kernel of a stream whose other calls are memory operations.
     is_last_by_kernel: bool,
     host_fns: usize,
+    /// Operations of the calls before the last one.
+    ended: usize,
+    /// Where the steps are that launches make anew.
+    slots: Vec<Slot>,
+}
+
+/// A plan for launches: where each step goes that a launch makes anew.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    pub(super) calls: Vec<Call>,
+    /// The number of operations of all calls.
+    ops: usize,
+    /// In the order of [`steps`].
+    pub(super) slots: Vec<Slot>,
+}
+
+impl Plan {
+    /// Adds another one behind it, without its calls, which it returns.
+    pub(super) fn join(&mut self, next: Self) -> Vec<Call> {
+        self.slots.extend(next.slots.into_iter().map(|slot| match slot {
+            Slot::At(at) => Slot::At(self.ops + at),
+            other => other,
+        }));
+        self.ops += next.ops;
+        next.calls
+    }
+}
+
+/// The place of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Slot {
+    /// The index among the operations of all calls.
+    At(usize),
+    /// A copy by the copy engine: the same in each launch.
+    Same(KernelOp),
+    /// Nowhere: a later consumer index supersedes it.
+    Superseded,
 }
 
 /// Maximum operations of a call.
@@ -127,8 +169,8 @@ fn may_follow(ops: &[KernelOp], kinds: Kinds, next: &[KernelOp]) -> bool {
         || has_message && (kinds.foreign || other.foreign || is_message_alone))
 }
 
-/// Deferred consumer indices.
-type Indices = SmallVec<[KernelOp; 2]>;
+/// Deferred consumer indices, and their slots if they have any.
+type Indices = SmallVec<[(KernelOp, Option<usize>); 2]>;
 
 impl Calls {
     /// An empty plan.
@@ -143,16 +185,18 @@ impl Calls {
             by_kernel,
             is_last_by_kernel: false,
             host_fns: 0,
+            ended: 0,
+            slots: Vec::new(),
         }
     }
 
     /// Adds operations that must share a call.
     #[inline]
-    fn put<const N: usize>(&mut self, steps: [KernelOp; N]) {
-        if self.last.len() + N + usize::from(self.barrier) > self.max || self.is_last_by_kernel {
+    fn put(&mut self, steps: &[KernelOp]) {
+        if self.last.len() + steps.len() + usize::from(self.barrier) > self.max || self.is_last_by_kernel {
             self.end();
         }
-        for step in steps {
+        for &step in steps {
             // Every write of the front end and of the kernels has a fence before it (cuda.h,
             // CU_STREAM_WRITE_VALUE_DEFAULT). An explicit barrier takes 0.6 us on an H200.
             self.barrier &= !step.is_fenced();
@@ -182,19 +226,20 @@ impl Calls {
     }
 
     /// Adds a copy by the copy engine, and a signal behind it.
-    fn put_engine_copy(&mut self, copy: &PeerCopy, gpu: &Gpu) -> Result<()> {
-        copy.check_by_engine()?;
-        if let Some((to, from, len)) = copy.copy(gpu)? {
-            self.end();
-            self.before.push(Call::Copy(EngineCopy { to, from, len }));
+    fn put_engine_copy(&mut self, steps: &[KernelOp]) {
+        let signal = match KernelOp::as_copy(steps) {
+            Some((to, from, len)) => {
+                self.end();
+                self.before.push(Call::Copy(EngineCopy { to, from, len }));
+                &steps[2..]
+            }
+            None => steps,
+        };
+        match (signal, self.by_kernel.ops) {
+            ([], _) => {}
+            (_, true) => self.put_copy(signal),
+            (_, false) => self.put(signal),
         }
-        match copy.signal(gpu)? {
-            Some(signal) if self.by_kernel.ops => self.put_copy(&[signal.step()]),
-            Some(Signal { add: true, .. }) => return Err(no_addition()),
-            Some(Signal { addr, value, .. }) => self.put([KernelOp::write64(addr, value)]),
-            None => {}
-        }
-        Ok(())
     }
 
     /// Whether it is the program of a kernel step, which one block runs.
@@ -207,7 +252,7 @@ impl Calls {
         if !self.is_step() && self.last.iter().any(KernelOp::needs_kernel) {
             self.end();
         }
-        self.put([KernelOp::FLUSH]);
+        self.put(&[KernelOp::FLUSH]);
     }
 
     /// Defers a barrier, for which the call keeps room.
@@ -233,6 +278,7 @@ impl Calls {
         self.flush_barrier();
         (self.is_last_by_kernel, self.kinds) = (false, Kinds::default());
         if !self.last.is_empty() {
+            self.ended += self.last.len();
             self.before.push(Call::Ops(mem::take(&mut self.last)));
         }
     }
@@ -244,61 +290,42 @@ impl Calls {
         self.host_fns += 1;
     }
 
-    /// Adds operations. Maps their words for the GPU, and refuses waits that could never be released. Must not hold a
-    /// lock that the watchdog takes: registering memory with CUDA may block as long as streams wait, and the watchdog
-    /// must release them.
+    /// Adds operations, of which launches make those anew that `anew` says. Refuses waits that could never be released. Locks: see
+    /// [`add_steps`].
     #[inline]
-    pub(super) fn add(&mut self, gpu: &Gpu, ops: &[Op]) -> Result<()> {
-        let mut indices = Indices::new();
+    pub(super) fn add(&mut self, gpu: &Gpu, ops: &[Op], anew: &[bool]) -> Result<()> {
+        let (mut indices, mut steps) = (Indices::new(), Program::new());
         for (place, op) in ops.iter().enumerate() {
-            match *op {
-                Op::Trigger(ref source, value) => {
-                    source.send_doorbell().map_or(Ok(()), |send_doorbell| {
-                        doorbell_ops(gpu, send_doorbell, value).map(|steps| self.put(steps))
-                    })?;
-                }
-                Op::Await(ref source, n) => {
+            steps.clear();
+            add_steps(gpu, op, self.by_kernel, &mut steps)?;
+            let is_anew = anew.get(place) == Some(&true);
+            match op {
+                Op::Trigger(..) | Op::Peer(_) | Op::Place(_) if steps.is_empty() => {}
+                Op::Await(..) => {
                     self.pass(&mut indices);
-                    let [wait, index] = awaited(gpu, &**source, &source.arrival(n))?;
-                    self.put([wait]);
+                    let [wait, index] = [steps[0], steps[1]];
+                    self.put(&[wait]);
+                    let slot = is_anew.then(|| {
+                        self.slots.extend([self.slot_of_last(), Slot::Superseded]);
+                        self.slots.len() - 1
+                    });
                     if gpu.capabilities().flush == Flush::OnStream {
                         self.put_flush();
                     }
                     // The last index of a queue supersedes earlier ones.
-                    indices.retain(|other| other.addr != index.addr);
-                    indices.push(index);
+                    indices.retain(|(other, _)| other.addr != index.addr);
+                    indices.push((index, slot));
+                    continue;
                 }
-                Op::Write32 { ref at, value } | Op::PostRecv { record: ref at, value, .. } => {
-                    self.put([KernelOp::write32(at.memory().gpu_addr(gpu)?, value)]);
-                }
-                Op::Write64 { ref at, value } => {
-                    self.put([KernelOp::write64(at.memory().gpu_addr(gpu)?, value)]);
-                }
-                Op::Wait32 { ref at, value, cond, .. } => {
+                Op::Wait32 { .. } | Op::Wait64 { .. } => {
                     self.pass(&mut indices);
-                    self.put([KernelOp::wait32(word(gpu, op, at.memory())?, value, cond)]);
+                    self.put(&steps);
                 }
-                Op::Wait64 { ref at, value, cond, .. } => {
-                    self.pass(&mut indices);
-                    // A message by a kernel does its own wait.
-                    if let Some(Op::Peer(copy)) = ops.get(place + 1)
-                        && copy.is_message()
-                        && self.by_kernel == (ByKernel { ops: true, copies: true })
-                    {
-                        continue;
-                    }
-                    self.put([KernelOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
+                Op::Trigger(..) | Op::Write32 { .. } | Op::PostRecv { .. } | Op::Write64 { .. } => {
+                    self.put(&steps)
                 }
-                Op::Peer(ref copy) if self.by_kernel.copies => {
-                    self.put_copy(&copy.steps(gpu, self.by_kernel.ops)?);
-                }
-                Op::Peer(ref copy) => self.put_engine_copy(copy, gpu)?,
-                Op::Place(ref placing) if self.by_kernel.copies => {
-                    if let Some(steps) = placing.steps(gpu)? {
-                        self.put_copy(&steps);
-                    }
-                }
-                Op::Place(_) => {}
+                Op::Peer(_) if !self.by_kernel.copies => self.put_engine_copy(&steps),
+                Op::Peer(_) | Op::Place(_) => self.put_copy(&steps),
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),
@@ -310,25 +337,90 @@ impl Calls {
                     self.put_host_fn(place);
                 }
             }
+            if is_anew {
+                let of_engine = KernelOp::as_copy(&steps).filter(|_| !self.by_kernel.copies).map_or(0, |_| 2);
+                let (same, put) = steps.split_at(of_engine);
+                self.slots.extend(same.iter().copied().map(Slot::Same));
+                let end = self.ended + self.last.len();
+                self.slots.extend((end - put.len()..end).map(Slot::At));
+            }
         }
         self.pass(&mut indices);
         Ok(())
     }
 
+    /// The place of the last step.
+    fn slot_of_last(&self) -> Slot {
+        Slot::At(self.ended + self.last.len() - 1)
+    }
+
     /// Writes the deferred consumer indices.
     #[inline]
     fn pass(&mut self, indices: &mut Indices) {
-        for &index in indices.iter() {
-            self.put([index]);
+        for (index, slot) in indices.drain(..) {
+            self.put(&[index]);
+            if let Some(slot) = slot {
+                self.slots[slot] = self.slot_of_last();
+            }
         }
-        indices.clear();
     }
+}
+
+/// Adds what kernels or memory operations do for an operation, without barriers and flushes; for a copy by the copy engine as for one
+/// by a kernel. Maps its words for the GPU. The caller must not hold a lock that the watchdog takes, or that another stream's launch
+/// takes: registering memory with CUDA may block as long as streams wait, and the watchdog must release them.
+#[inline]
+pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Program) -> Result<()> {
+    match *op {
+        Op::Trigger(ref source, value) => {
+            if let Some(send_doorbell) = source.send_doorbell() {
+                steps.extend_from_slice(&doorbell_ops(gpu, send_doorbell, value)?);
+            }
+        }
+        Op::Await(ref source, n) => steps.extend_from_slice(&awaited(gpu, &**source, &source.arrival(n))?),
+        Op::Write32 { ref at, value } | Op::PostRecv { record: ref at, value, .. } => {
+            steps.push(KernelOp::write32(at.memory().gpu_addr(gpu)?, value));
+        }
+        Op::Write64 { ref at, value } => steps.push(KernelOp::write64(at.memory().gpu_addr(gpu)?, value)),
+        Op::Wait32 { ref at, value, cond, .. } => {
+            steps.push(KernelOp::wait32(word(gpu, op, at.memory())?, value, cond));
+        }
+        Op::Wait64 { by_next: true, .. } if by_kernel == ByKernel::STEP => {}
+        Op::Wait64 { ref at, value, cond, .. } => {
+            steps.push(KernelOp::wait64(word(gpu, op, at.memory())?, value, cond));
+        }
+        Op::Peer(ref copy) if by_kernel.ops || by_kernel.copies => {
+            steps.extend_from_slice(&copy.steps(gpu, by_kernel.ops, by_kernel.copies)?);
+        }
+        Op::Peer(ref copy) => {
+            copy.check_by_engine()?;
+            if let Some((to, from, len)) = copy.copy(gpu)? {
+                steps.extend_from_slice(&KernelOp::copy(to, from, len as u64));
+            }
+            match copy.signal(gpu)? {
+                Some(Signal { add: true, .. }) => return Err(no_addition()),
+                Some(Signal { addr, value, .. }) => steps.push(KernelOp::write64(addr, value)),
+                None => {}
+            }
+        }
+        Op::Place(ref placing) if by_kernel.copies => steps.extend(placing.steps(gpu)?.into_iter().flatten()),
+        Op::Place(_) | Op::Barrier | Op::Flush | Op::HostFn(_) => {}
+    }
+    Ok(())
+}
+
+/// The steps that a launch makes anew, of these operations. Locks: see [`add_steps`].
+pub(super) fn steps(gpu: &Gpu, ops: &[Op], by_kernel: ByKernel) -> Result<Program> {
+    // Some have several.
+    let mut steps = Program::with_capacity(2 * ops.len());
+    ops.iter().try_for_each(|op| add_steps(gpu, op, by_kernel, &mut steps))?;
+    Ok(steps)
 }
 
 impl Calls {
     /// Appends the mark.
     pub(super) fn mark(&mut self, mark: KernelOp) {
-        self.put([mark]);
+        self.put(&[mark]);
     }
 
     /// The number of calls, and of host functions among them.
@@ -409,34 +501,18 @@ fn word(gpu: &Gpu, op: &Op, word: &Memory) -> Result<Place> {
     word.place(gpu)
 }
 
-/// The calls of batches that end at `ends`, for a graph; those that are joined share a kernel with the batch before. Lock rules as in
-/// [`Calls::add`].
-pub(super) fn list(
-    gpu: &Gpu,
-    ops: &[Op],
-    ends: &[usize],
-    joined: &[bool],
-    by_kernel: ByKernel,
-) -> Result<Vec<Call>> {
-    debug_assert_eq!(ends.len(), joined.len());
-    let (mut calls, mut start) = (Calls::new(by_kernel), 0);
-    calls.before.reserve(joined.iter().filter(|joined| !**joined).count());
-    for (&end, joined) in ends.iter().zip(joined) {
-        match joined {
-            true => calls.flush_barrier(),
-            false => calls.end(),
-        }
-        calls.add(gpu, &ops[start..end])?;
-        start = end;
-    }
+/// The plan of a batch for a graph, of whose operations launches make those anew that `anew` says. Locks: see [`add_steps`].
+pub(super) fn of_batch(gpu: &Gpu, ops: &[Op], anew: &[bool], by_kernel: ByKernel) -> Result<Plan> {
+    let mut calls = Calls::new(by_kernel);
+    calls.add(gpu, ops, anew)?;
     calls.end();
-    Ok(calls.before)
+    Ok(Plan { calls: calls.before, ops: calls.ended, slots: calls.slots })
 }
 
-/// The program of a kernel step. Lock rules as in [`Calls::add`].
-pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
-    let mut calls = Calls { max: usize::MAX, ..Calls::new(ByKernel { ops: true, copies: true }) };
-    calls.add(gpu, ops)?;
+/// The plan of a kernel step, of one call. Locks: see [`add_steps`].
+pub(super) fn of_step(gpu: &Gpu, ops: &[Op], anew: &[bool]) -> Result<Plan> {
+    let mut calls = Calls { max: usize::MAX, ..Calls::new(ByKernel::STEP) };
+    calls.add(gpu, ops, anew)?;
     calls.barrier |= calls.last.last().is_some_and(KernelOp::is_move);
     calls.flush_barrier();
     if calls.host_fns > 0 || !runs_by_kernel(&calls.last, true) {
@@ -446,7 +522,7 @@ pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
             fix: "submit it to the stream before or after the kernel",
         });
     }
-    Ok(calls.last)
+    Ok(Plan { ops: calls.last.len(), calls: vec![Call::Ops(calls.last)], slots: calls.slots })
 }
 
 fn no_addition() -> Error {
@@ -486,7 +562,7 @@ mod tests {
         let (narrow, wide) = (words.word32(0).unwrap(), words.word64(8).unwrap());
         let write = || Op::Write32 { at: narrow.clone(), value: 1 };
         let ops = [write(), write(), Op::Barrier, Op::Write64 { at: wide, value: 2 }];
-        let calls = list(&gpu, &ops, &[ops.len()], &[false], KERNELS).unwrap();
+        let calls = of_batch(&gpu, &ops, &[], KERNELS).unwrap().calls;
         let [Call::Ops(program)] = &calls[..] else { panic!("{calls:?}") };
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
     }
@@ -504,7 +580,7 @@ mod tests {
         let calls = |by_kernel: ByKernel, add: &dyn Fn(&mut Batch)| {
             let mut batch = Batch::new();
             add(&mut batch);
-            let calls = list(&gpu, &batch.ops, &[batch.len()], &[false], by_kernel).unwrap();
+            let calls = of_batch(&gpu, &batch.ops, &[], by_kernel).unwrap().calls;
             let each = calls.iter().map(|call| match call {
                 Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops)),
                 Call::HostFn(_) | Call::Copy(_) => panic!("{call:?}"),
@@ -578,7 +654,7 @@ mod tests {
                     });
                 }
                 let mut calls = Calls::new(ByKernel { ops: by_kernel, copies: true });
-                calls.add(&gpu, &ops).unwrap();
+                calls.add(&gpu, &ops, &[]).unwrap();
                 calls.mark(KernelOp::mark(0, 1));
                 let (count, host_fns) = calls.count();
                 let max = max_calls(len, host_fns, by_kernel);

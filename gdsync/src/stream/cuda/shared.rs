@@ -31,7 +31,7 @@ use super::watchdog::{WaitIndex, is_inconclusive};
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::engine::Progress;
 use crate::stream::execute::message_of;
-use crate::stream::op::{Op, Ops, log_failure, sources_of, stop, to_stop};
+use crate::stream::op::{Kept, Op, Ops, log_failure, merged, sources_of, stop, to_stop};
 use crate::stream::{ReentrancyCheck, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
@@ -134,8 +134,16 @@ pub(super) struct Submission {
     pub(super) ops: Ops,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
-    /// The instance that it launches.
-    pub(super) _instance: Option<Arc<Instance>>,
+    /// The instance that it launches, and the operations of the graph.
+    pub(super) launched: Option<(Arc<Instance>, Kept)>,
+}
+
+impl Submission {
+    /// All operations, in order.
+    pub(super) fn all(&self) -> impl Iterator<Item = &Op> {
+        let kept = self.launched.as_ref().map_or(&[][..], |(_, kept)| kept);
+        merged(kept, &self.ops)
+    }
 }
 
 impl Shared {
@@ -232,7 +240,7 @@ impl Shared {
     pub(super) fn submit(&self, guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
         self.mark_before_registering(guard, ops);
         let mut calls = Calls::new(self.by_kernel);
-        calls.add(&self.gpu, ops)?;
+        calls.add(&self.gpu, ops, &[])?;
         let seq = self.submitted() + 1;
         let marks = self.config.may_be_destroyed || guard.unmarked + 1 >= MARK_EVERY;
         if marks {
@@ -305,7 +313,7 @@ impl Shared {
         guard: &mut SubmitGuard,
         done: &mut CompletedSubmissions<'s>,
         (calls, host_fns): (usize, usize),
-        (ops, instance): (&mut Ops, Option<Arc<Instance>>),
+        (ops, launched): (&mut Ops, Option<(Arc<Instance>, Kept)>),
     ) -> Result<()> {
         let mut state = self.lock();
         // Checked under the lock, which the reaper takes after closing the gate: either the reaper sees the submission,
@@ -336,7 +344,7 @@ impl Shared {
         if state.queue.is_empty() {
             state.begun = Some((seq, Instant::now()));
         }
-        state.queue.push_back(Submission { seq, ops: mem::take(ops), calls, host_fns, _instance: instance });
+        state.queue.push_back(Submission { seq, ops: mem::take(ops), calls, host_fns, launched });
         let asleep = state.asleep;
         drop(state);
         if asleep {

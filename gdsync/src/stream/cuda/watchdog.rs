@@ -343,7 +343,7 @@ pub(super) fn is_inconclusive(error: &gdrcopy::Error) -> bool {
 /// The waits of a submission, with their indices.
 fn waits_of(submission: &Submission) -> impl Iterator<Item = (usize, &Op)> {
     let is_wait = |op: &Op| matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. } | Op::Await(..));
-    submission.ops.iter().enumerate().filter(move |(_, op)| is_wait(op))
+    submission.all().enumerate().filter(move |(_, op)| is_wait(op))
 }
 
 /// Consumer indices read in this pass, by address: a read takes a microsecond in GPU memory.
@@ -403,7 +403,7 @@ impl<'a> QueueView<'a> {
     }
 
     fn wait_at(&self, (seq, place): WaitIndex) -> Option<&'a Op> {
-        self.0.queue.iter().find(|known| known.seq == seq)?.ops.get(place)
+        self.0.queue.iter().find(|known| known.seq == seq)?.all().nth(place)
     }
 
     /// Whether it is a wait for a credit of a queue pair that has broken.
