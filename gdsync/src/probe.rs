@@ -15,7 +15,7 @@ use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 
 /// Time limit for the card to execute a NOP and for the GPU to ring.
-const LIMIT: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(2);
 
 /// The result of the CPU's doorbell.
 enum SelfTest {

@@ -12,6 +12,7 @@ use crate::common::{
 };
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Graph, HostStreamConfig, Replenish, Stream, Via};
+use gdsync_testkit::tier;
 use mp::{Channel, Communicator, Error, Registration};
 
 /// Bytes of a place.
@@ -68,7 +69,7 @@ fn launch(graph: &Graph, s: &Stream) {
 
 // Launches, eager submissions, and messages of the communicator, in random order.
 job_test!(launches_and_eager_messages_mix, 2, |comm| {
-    const LAUNCHES: usize = 1000;
+    let launches = tier(100, 300, 3000);
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let (outbox, inbox) = (buffer(comm, 2 * PLACE), buffer(comm, 2 * PLACE));
     let plain = host_buffer(comm, 128);
@@ -80,7 +81,7 @@ job_test!(launches_and_eager_messages_mix, 2, |comm| {
         Ok(())
     });
     let right = Arc::new(AtomicUsize::new(0));
-    for n in 0..LAUNCHES {
+    for n in 0..launches {
         let memory = outbox.memory().clone();
         s.host_fn(move || {
             (0..2).for_each(|i| memory.write(place(i).start, &message(me, peer, 2 * n + i, len(i))).unwrap());
@@ -117,7 +118,7 @@ job_test!(launches_and_eager_messages_mix, 2, |comm| {
         }
     }
     s.synchronize(LONG).unwrap();
-    assert_eq!(right.load(Ordering::Relaxed), 2 * LAUNCHES);
+    assert_eq!(right.load(Ordering::Relaxed), 2 * launches);
     assert!(gpu().is_some() || comm.fifo_messages(peer).unwrap().0 > 0, "some took the FIFO");
 });
 

@@ -9,6 +9,7 @@ use crate::common::{
 };
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
+use gdsync_testkit::tier;
 use mp::tagged::{Request, Source, Tag, Tagged};
 use mp::{Communicator, Error, Shrunk, Status};
 
@@ -182,12 +183,12 @@ fn meet(comm: &Communicator, tagged: &Tagged) {
 
 /// Both send far more messages than are kept before either receives; the last is received first.
 fn flood(comm: &Communicator) {
-    const COUNT: usize = 2000;
+    let count = tier(500, 2000, 2000);
     let tagged = Tagged::new(comm, LONG).unwrap();
     let (me, peer) = (comm.rank(), 1 - comm.rank());
-    let (outbox, inbox) = (host_buffer(comm, COUNT * 64), host_buffer(comm, COUNT * 64));
+    let (outbox, inbox) = (host_buffer(comm, count * 64), host_buffer(comm, count * 64));
     let range = |n: usize| n * 64..n * 64 + 1 + n % 64;
-    let sent: Vec<_> = (0..COUNT)
+    let sent: Vec<_> = (0..count)
         .map(|n| {
             outbox.memory().write(n * 64, &message(me, peer, n, range(n).len())).unwrap();
             tagged.isend(&outbox, range(n), peer, n as u64).unwrap()
@@ -199,7 +200,7 @@ fn flood(comm: &Communicator) {
     meet(comm, &tagged);
     assert_eq!(kept(&sent), 256, "beyond what the receiver keeps nothing is complete that is not received");
     meet(comm, &tagged);
-    for n in (0..COUNT).rev() {
+    for n in (0..count).rev() {
         let received = tagged.irecv(&inbox, range(n), peer, n as u64).unwrap();
         assert_eq!(received.wait(LONG).unwrap().bytes, range(n).len());
         assert!(bytes(&inbox, range(n)) == message(peer, me, n, range(n).len()), "{n}");
