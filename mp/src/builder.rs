@@ -451,6 +451,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Deadline`] names ranks that are alive and have not called this: it may be called again, by all.
+    /// [`Error::Closed`] after [`Communicator::close`].
     /// [`Error::Bootstrap`] for a rank that the others leave out, and for an exchange of
     /// [`CommunicatorBuilder::init_over`] that cannot regroup; [`Error::Device`] from the RDMA device. A rank that dies in the very
     /// last step may leave some ranks with an error and others with a communicator, in which the next call fails.

@@ -7,8 +7,8 @@
 //! The token keeps jobs apart, not attackers out: use it on networks you trust, as any launcher does.
 
 use std::net::TcpListener;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::error::rounded;
@@ -37,7 +37,9 @@ pub struct Bootstrap {
     /// Rank 0: ranks 1 and up, in order. Others: rank 0.
     pub(super) peers: Vec<Conn>,
     pub(super) failed: Option<Error>,
-    is_closed: Arc<AtomicBool>,
+    pub(super) is_closed: Arc<AtomicBool>,
+    /// The flag of the listener that has accepted it, until it is part of a communicator.
+    pub(super) accepted_by: Weak<Arc<AtomicBool>>,
     /// Where the ranks find each other without rank 0.
     pub(super) listeners: Option<Arc<Listeners>>,
     /// Those of the larger job before, open so that none of its ranks takes this one for dead.
@@ -46,7 +48,8 @@ pub struct Bootstrap {
 
 impl Bootstrap {
     pub(super) fn new(rank: u32, job: Job, peers: Vec<Conn>) -> Self {
-        Self { rank, job, peers, failed: None, is_closed: Arc::default(), listeners: None, _former: None }
+        let (is_closed, accepted_by) = (Arc::default(), Weak::new());
+        Self { rank, job, peers, failed: None, is_closed, accepted_by, listeners: None, _former: None }
     }
 
     /// Connects all ranks of the job: rank 0 listens at [`Launch::root`], the others dial until it answers. Returns when all ranks
@@ -242,9 +245,12 @@ impl Bootstrap {
         deadline: &Deadline,
     ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
         let mut parts: Vec<Option<Vec<u8>>> = vec![None; self.peers.len()];
-        let is_closed = &*self.is_closed;
+        let (is_closed, accepted_by) = (&*self.is_closed, &self.accepted_by);
         let driven = drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
             refuse_closed(is_closed)?;
+            if accepted_by.upgrade().is_some_and(|listener| listener.load(Ordering::Relaxed)) {
+                return Err(Error::Closed { what: "the listener" });
+            }
             if parts[index].is_none() && conn.fill()? {
                 parts[index] = Some(conn.take(kind)?.payload);
             }
@@ -306,7 +312,7 @@ impl Bootstrap {
     }
 }
 
-fn refuse_closed(is_closed: &AtomicBool) -> Result<()> {
+pub(super) fn refuse_closed(is_closed: &AtomicBool) -> Result<()> {
     if is_closed.load(Ordering::Relaxed) { Err(Error::Closed { what: "the communicator" }) } else { Ok(()) }
 }
 

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::str;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::bootstrap::Bootstrap;
@@ -39,7 +40,7 @@ use crate::wait::Deadline;
 pub struct Listener {
     listener: TcpListener,
     token: u64,
-    is_closed: AtomicBool,
+    is_closed: Arc<AtomicBool>,
 }
 
 /// The address of this host by which others reach it: that of its default route, or loopback where it has none.
@@ -76,7 +77,7 @@ impl Listener {
             |error| Error::bootstrap_os("this process", "cannot listen", error, "name another address");
         let listener = TcpListener::bind((ip.unwrap_or_else(own_address), 0)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        Ok(Self { listener, token: new_token()?, is_closed: AtomicBool::new(false) })
+        Ok(Self { listener, token: new_token()?, is_closed: Arc::default() })
     }
 
     /// What the others need to connect: at most 64 bytes.
@@ -107,7 +108,8 @@ impl Listener {
             }
             match self.listener.accept() {
                 Ok((stream, from)) => {
-                    let greeted = Conn::new(stream, from.to_string()).ok().and_then(|conn| greet(conn, job));
+                    let greeted =
+                        Conn::new(stream, from.to_string()).ok().and_then(|conn| self.greet(conn, job));
                     if let Some(conn) = greeted {
                         break conn;
                     }
@@ -130,25 +132,29 @@ impl Listener {
         let welcome = job.frame(Kind::Welcome, 0, &[]);
         send_to_all(&mut conns, &welcome, Kind::Welcome.name(), &deadline)
             .map_err(|failure| failure.error)?;
-        builder.build(Box::new(Bootstrap::new(0, job, conns)), resolved, deadline)
+        let mut bootstrap = Bootstrap::new(0, job, conns);
+        // Dropped with the return of this call: closing the listener later does not end the communicator.
+        let is_closed = Arc::new(self.is_closed.clone());
+        bootstrap.accepted_by = Arc::downgrade(&is_closed);
+        builder.build(Box::new(bootstrap), resolved, deadline)
     }
-}
 
-/// Waits for the introduction of rank 1 of this job; others wait meanwhile.
-fn greet(mut conn: Conn, job: Job) -> Option<Conn> {
-    let deadline = Deadline::after(HELLO_LIMIT);
-    while !conn.fill().ok()? {
-        if deadline.is_over() {
-            return None;
+    /// Waits for the introduction of rank 1 of this job; others wait meanwhile.
+    fn greet(&self, mut conn: Conn, job: Job) -> Option<Conn> {
+        let deadline = Deadline::after(HELLO_LIMIT);
+        while !conn.fill().ok()? {
+            if deadline.is_over() || self.is_closed.load(Ordering::Relaxed) {
+                return None;
+            }
+            let mut fds = [libc::pollfd { fd: conn.fd(), events: libc::POLLIN, revents: 0 }];
+            wait(&mut fds, deadline.remaining().min(TICK)).ok()?;
         }
-        let mut fds = [libc::pollfd { fd: conn.fd(), events: libc::POLLIN, revents: 0 }];
-        wait(&mut fds, deadline.remaining()).ok()?;
+        let header = conn.take_any().ok()?.header;
+        let is_it = header.kind == Kind::Hello && header.token == job.token && header.size == job.size;
+        conn.peer = format!("rank 1 ({})", conn.peer);
+        conn.max_payload = MAX_PAYLOAD;
+        (is_it && header.rank == 1).then_some(conn)
     }
-    let header = conn.take_any().ok()?.header;
-    let is_it = header.kind == Kind::Hello && header.token == job.token && header.size == job.size;
-    conn.peer = format!("rank 1 ({})", conn.peer);
-    conn.max_payload = MAX_PAYLOAD;
-    (is_it && header.rank == 1).then_some(conn)
 }
 
 impl CommunicatorBuilder {

@@ -10,10 +10,11 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::slice;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::bootstrap::Bootstrap;
+use super::bootstrap::{Bootstrap, refuse_closed};
 use super::connection::{
     Conn, FIX_FILES, FIX_NETWORK, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, connect, drive,
     send_to_all, wait,
@@ -56,6 +57,7 @@ struct Group {
     listeners: Arc<Listeners>,
     /// Ranks that are left out.
     without: Vec<usize>,
+    is_closed: Arc<AtomicBool>,
 }
 
 /// In place of an address: that of the host of rank 0, as the reader reaches it.
@@ -142,11 +144,16 @@ impl Bootstrap {
             let what = "was not connected by Communicator::init, and cannot find the others again";
             return Err(Error::bootstrap("this rank", what, "restart the job"));
         };
-        let mut group = Group { rank: self.rank, job: self.job, listeners, without: without.to_vec() };
+        let (job, is_closed) = (self.job, self.is_closed.clone());
+        let mut group = Group { rank: self.rank, job, listeners, without: without.to_vec(), is_closed };
         loop {
             let (mut next, ranks) = group.meet(&deadline)?;
+            next.is_closed = self.is_closed.clone();
             match next.open_listeners(deadline.remaining()) {
-                Ok(()) => return Ok((next, ranks)),
+                Ok(()) => {
+                    next.is_closed = Arc::default();
+                    return Ok((next, ranks));
+                }
                 // Another one has died: the others see that as well, and try again.
                 Err(Error::Bootstrap { .. }) if !deadline.is_over() => sleep(TICK),
                 Err(error) => return Err(error),
@@ -194,6 +201,7 @@ impl Group {
         let address = self.listeners.all[leader as usize];
         let peer = format!("rank {leader} ({address})");
         let stream = loop {
+            refuse_closed(&self.is_closed)?;
             match dial(address, deadline) {
                 Ok(Some(stream)) => break stream,
                 Ok(None) => return Ok(None),
@@ -211,6 +219,7 @@ impl Group {
         let mut answer = None;
         let what = "shrink (it answers when all surviving ranks have called it)";
         let driven = drive(slice::from_mut(&mut conn), leader, what, deadline, |_, conn| {
+            refuse_closed(&self.is_closed)?;
             // An error of the connection means that the leader is dead.
             let arrived = conn.flush().and_then(|left| conn.fill().map(|whole| (left, whole)));
             let Ok((left, whole)) = arrived else { return Ok(Step { done: true, events: 0 }) };
@@ -238,6 +247,7 @@ impl Group {
             .collect();
         let mut pending = Vec::new();
         loop {
+            refuse_closed(&self.is_closed)?;
             while let Ok((stream, address)) = self.listeners.own.accept() {
                 pending.extend(Conn::new(stream, address.to_string()).map(|mut conn| {
                     // The ranks to leave out, at most all.

@@ -1,6 +1,6 @@
 //! Communicators of processes that connect in pairs, and parts of a communicator.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::thread::scope;
 use std::time::Duration;
@@ -71,6 +71,32 @@ fn ends(wait: impl Fn() -> mp::Result<()> + Sync, close: impl FnOnce()) {
 fn a_closed_listener_ends_accept() {
     let listener = Listener::bind(LOOPBACK).unwrap();
     ends(|| listener.accept(builder().timeout(Duration::MAX)).map(drop), || listener.close());
+}
+
+/// One says nothing, one greets and says nothing more.
+#[test]
+fn a_closed_listener_ends_accept_of_a_silent_peer() {
+    for greets in [false, true] {
+        let listener = Listener::bind(LOOPBACK).unwrap();
+        let address = listener.address().unwrap();
+        let (token, at) = address.split_at(8);
+        let mut peer = TcpStream::connect(std::str::from_utf8(at).unwrap()).unwrap();
+        if greets {
+            let hello =
+                [&b"GDSB\x00\x03\x00\x01\x00\x00\x00\x01\x00\x00\x00\x02"[..], token, &[0; 4]].concat();
+            peer.write_all(&hello).unwrap();
+        }
+        let close = || {
+            if greets {
+                // The welcome: the communicator is being built.
+                peer.read_exact(&mut [0; 28]).unwrap();
+            }
+            listener.close();
+        };
+        // Less than a greeting may take.
+        let builder = || builder().timeout(Duration::from_secs(4));
+        ends(|| listener.accept(builder()).map(drop), close);
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::env;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Output, exit};
-use std::thread::{sleep, spawn};
+use std::thread::{scope, sleep, spawn};
 use std::time::Duration;
 
 use crate::common::{
@@ -215,6 +215,33 @@ shrink_test!(given_up_ranks_are_left_out, 4, 4, |comm| {
     until("rank 2 ends", || !runs(String::from_utf8_lossy(&pids[2]).parse().unwrap()));
     shrunk.communicator
 });
+
+// Each waits for the other in vain, in a part of its own.
+#[test]
+fn close_ends_shrink() {
+    const NAME: &str = "close_ends_shrink";
+    if !is_part_of(NAME) {
+        let outputs = ranks(NAME, 2);
+        return assert!(outputs.iter().all(|output| output.status.code() == Some(SHRUNK)), "{outputs:#?}");
+    }
+    let comm = Communicator::builder().timeout(LONG).init().unwrap();
+    for closes in [0, 1] {
+        let part = comm.split(Some(0), 0, LONG).unwrap().unwrap();
+        if comm.rank() == closes {
+            let shrink = || part.shrink(Duration::from_secs(20)).unwrap_err();
+            scope(|scope| {
+                let waits = scope.spawn(shrink);
+                sleep(Duration::from_millis(20));
+                part.close();
+                let error = waits.join().unwrap();
+                assert!(matches!(error, Error::Closed { .. }), "{error}");
+            });
+            assert!(matches!(shrink(), Error::Closed { .. }));
+        }
+        comm.barrier(LONG).unwrap();
+    }
+    exit(SHRUNK);
+}
 
 // Rank 1 is alive and late: the others get its name, and may try again. It comes when both say by a file that they have it.
 shrink_test!(late_ranks_are_named, 3, 3, |comm| {
