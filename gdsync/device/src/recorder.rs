@@ -52,23 +52,24 @@ pub use words::{NamedWords, Purpose, Words};
 use crate::Gid;
 use crate::env::variable;
 use crate::error::{Error, Result};
+use crate::fork_guard::PerProcess;
 
 /// The recorder of the process.
+#[derive(Default)]
 enum Current {
+    #[default]
+    Unknown,
     /// The recorder, if any handle of it is left.
     One(Weak<Recorder>),
-    /// None could be created in the process `pid`; `again` tells whether to retry.
-    Refused { pid: u32, again: bool },
+    /// None could be created; `again` tells whether to retry.
+    Refused { again: bool },
 }
 
 /// One for all devices, because users of a hung process know only its PID.
-static CURRENT: Mutex<Current> = Mutex::new(Current::One(Weak::new()));
+static CURRENT: PerProcess<Mutex<Current>> = PerProcess::new();
 
 /// Waits are recorded after this time, so that recording does not slow down shorter ones.
 pub const NOTED_AFTER: Duration = Duration::from_micros(20);
-
-/// Maximum time for another thread to create the recorder.
-const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A handle of the recorder of this process, or of none. The file exists while there are handles.
 #[derive(Clone, Debug, Default)]
@@ -91,19 +92,15 @@ impl Log {
             },
             None => (layout::RECORDS, false),
         };
-        // In a forked child it may be locked by a thread that does not exist there.
-        let Some(mut current) = CURRENT.try_lock_for(PATIENCE) else { return Ok(Self::default()) };
+        let mut current = CURRENT.get().lock();
         match &*current {
             Current::One(known) => {
-                let known = known.upgrade().filter(|known| known.is_of_this_process());
-                if known.is_some() {
-                    return Ok(Self { recorder: known, device: 0 });
+                if let Some(known) = known.upgrade() {
+                    return Ok(Self { recorder: Some(known), device: 0 });
                 }
             }
-            Current::Refused { pid, again: false } if *pid == std::process::id() && !is_asked => {
-                return Ok(Self::default());
-            }
-            Current::Refused { .. } => {}
+            Current::Refused { again: false } if !is_asked => return Ok(Self::default()),
+            Current::Unknown | Current::Refused { .. } => {}
         }
         file::tidy();
         match Recorder::start(records) {
@@ -115,8 +112,7 @@ impl Log {
             }
             Err(error) if is_asked => Err(error),
             Err(error) => {
-                let own = std::process::id();
-                let is_told = matches!(*current, Current::Refused { pid, .. } if pid == own);
+                let is_told = matches!(*current, Current::Refused { .. });
                 match variable("GDSYNC_RECORDER_DIR") {
                     _ if is_told => {}
                     // The user expects the file in this folder.
@@ -124,7 +120,7 @@ impl Log {
                     None => tracing::info!(%error, "nothing is recorded"),
                 }
                 let again = matches!(&error, Error::Sys { source, .. } if file::is_short(source));
-                *current = Current::Refused { pid: own, again };
+                *current = Current::Refused { again };
                 Ok(Self::default())
             }
         }
@@ -132,9 +128,9 @@ impl Log {
 
     /// The recorder of this process, if it exists.
     pub fn current() -> Self {
-        let Some(current) = CURRENT.try_lock() else { return Self::default() };
-        let Current::One(known) = &*current else { return Self::default() };
-        Self { recorder: known.upgrade().filter(|known| known.is_of_this_process()), device: 0 }
+        let current = CURRENT.get().try_lock();
+        let Some(Current::One(known)) = current.as_deref() else { return Self::default() };
+        Self { recorder: known.upgrade(), device: 0 }
     }
 
     fn recorder(&self) -> Option<&Arc<Recorder>> {
@@ -259,7 +255,15 @@ impl Marks {
 
 #[cfg(test)]
 mod tests {
+    use gdsync_testkit::process::{End, in_child};
+
     use super::*;
+
+    #[test]
+    fn a_forked_child_records_while_its_parent_opens_a_recorder() {
+        let _held = CURRENT.get().lock();
+        assert_eq!(in_child(|| Log::open().is_ok_and(|log| log.is_on())), End::Said(true));
+    }
 
     #[test]
     fn the_variable_says_off_or_how_many() {

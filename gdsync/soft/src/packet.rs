@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use crate::wire::HEADER;
 pub(crate) use crate::wire::{FAR_SEGMENT, SEGMENT};
 use gdsync_device::copy_engine::{Handle, ProcessId, Source, nonce, this_process};
+use gdsync_device::fork_guard::PerProcess;
 use gdsync_device::memory::{MARK, Memory, Process, WeakMemory};
 
 /// Packet opcode.
@@ -133,7 +134,7 @@ pub(crate) fn ahead(psn: u32, from: u32) -> i32 {
 pub(super) const REFERENCE_BYTES: usize = 112;
 
 /// Exported memory of this process, by token. Process-wide, because HCAs of one process reference each other's memory.
-static EXPORTS: Mutex<BTreeMap<u64, WeakMemory>> = Mutex::new(BTreeMap::new());
+static EXPORTS: PerProcess<Mutex<BTreeMap<u64, WeakMemory>>> = PerProcess::new();
 
 /// Token of references to host memory.
 const HOST: u64 = 0;
@@ -149,7 +150,7 @@ impl Export {
     pub(crate) fn new(memory: &Memory, handle: Handle) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let token = NEXT.fetch_add(1, Ordering::Relaxed);
-        EXPORTS.lock().insert(token, memory.downgrade());
+        EXPORTS.get().lock().insert(token, memory.downgrade());
         Arc::new(Self { token, handle })
     }
 
@@ -161,7 +162,7 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        EXPORTS.lock().remove(&self.token);
+        EXPORTS.get().lock().remove(&self.token);
     }
 }
 
@@ -222,7 +223,7 @@ impl Reference {
     pub(super) fn source(&self, skip: usize, len: usize) -> Option<Source> {
         let at = self.at.checked_add(skip as u64)?;
         if self.process == this_process() {
-            let memory = EXPORTS.lock().get(&self.token)?.upgrade()?;
+            let memory = EXPORTS.get().lock().get(&self.token)?.upgrade()?;
             let at = usize::try_from(at).ok()?;
             return memory.slice(at, len).ok().map(|memory| Source::Here(memory, 0));
         }
@@ -233,6 +234,8 @@ impl Reference {
 
 #[cfg(test)]
 mod tests {
+    use gdsync_testkit::process::{End, in_child};
+
     use super::*;
 
     #[test]
@@ -286,6 +289,14 @@ mod tests {
         assert_eq!(copy.to_vec(), [7; 90]);
         assert!(reference.source(0, 1).is_none(), "copy engines do not take host references");
         assert!(Reference { token: 1, ..reference }.in_process(pid).is_none());
+    }
+
+    #[test]
+    fn a_forked_child_references_memory_while_its_parent_exports() {
+        let _held = EXPORTS.get().lock();
+        let memory = Memory::alloc(100).unwrap();
+        let exports = || Export::new(&memory, HANDLE).reference(0).source(0, 100).is_some();
+        assert_eq!(in_child(exports), End::Said(true));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use super::other_processes::Sign;
 use super::{Buffer, Engine, RawStream};
 use crate::GpuNudge;
 use crate::error::{Error, Result};
-use crate::fork_guard::ForkGuard;
+use crate::fork_guard::{ForkGuard, PerProcess};
 use crate::memory::{Memory, page_round};
 
 /// A GPU in one of its contexts. Clones share it.
@@ -132,8 +132,8 @@ impl Gpu {
     }
 
     fn open_list() -> &'static Mutex<Vec<Gpu>> {
-        static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
-        &OPEN
+        static OPEN: PerProcess<Mutex<Vec<Gpu>>> = PerProcess::new();
+        OPEN.get()
     }
 
     /// The GPUs opened by [`Gpu::open`] in this process.
@@ -651,4 +651,17 @@ fn kernels(api: &Api, kernel_exec: &KernelExecutor, stream: Handle) -> gdrcopy::
     // SAFETY: a stream that is being captured, and a place for the graph.
     let ended = unsafe { api.stream_end_capture(stream, &mut graph) };
     launched.and(ended).map(|()| graph)
+}
+
+#[cfg(test)]
+mod tests {
+    use gdsync_testkit::process::{End, in_child};
+
+    use super::*;
+
+    #[test]
+    fn a_forked_child_asks_for_gpus_while_its_parent_opens_one() {
+        let _held = Gpu::open_list().lock();
+        assert_eq!(in_child(|| Gpu::opened().is_empty() && Gpu::open(-1).is_err()), End::Said(true));
+    }
 }
