@@ -38,9 +38,10 @@ use crate::shm_memory::{FifoMemory, FifoPair, LONGEST};
 use crate::transport::{DRAIN, SILENCE, Transport};
 use crate::wait::Deadline;
 
-/// Messages in a row that could take the FIFO before it opens; the higher number after it was closed for reasons that may recur.
+/// Messages in a row that could take the FIFO before it opens, and how often that number doubles: each time it closes for reasons that
+/// may recur.
 const SHORT_RUN: u32 = 32;
-const LONG_RUN: u32 = 512;
+const MOST_DOUBLINGS: u32 = 4;
 
 /// Polls of the watchdog, a millisecond apart, without a message: then receives are posted, and it may sleep.
 const IDLE_POLLS: u32 = 50;
@@ -177,16 +178,6 @@ struct TxSide {
     count: u64,
 }
 
-/// The length of a run after which the FIFO opens.
-#[derive(Debug)]
-struct WantedRun(u32);
-
-impl Default for WantedRun {
-    fn default() -> Self {
-        Self(SHORT_RUN)
-    }
-}
-
 /// The receiver's side.
 #[derive(Debug, Default)]
 struct RxSide {
@@ -204,7 +195,8 @@ struct RxSide {
     last_posted: Option<Arc<FifoReceive>>,
     /// Receives in a row that the CPU could have filled.
     run: u32,
-    wanted_run: WantedRun,
+    /// How often the run that opens the FIFO was doubled.
+    doublings: u32,
     /// The message that was next when the FIFO was opened last.
     opened_at: u64,
     /// The message that was next at the last poll of the watchdog, and how many polls found the same.
@@ -266,10 +258,9 @@ impl RxSide {
 
     /// The FIFO is closed for a reason that is likely to recur: it opens later.
     fn open_later(&mut self) {
-        let taken = self.receiver.next() - self.opened_at;
-        let wanted =
-            if taken / 16 > u64::from(self.wanted_run.0) { SHORT_RUN } else { self.wanted_run.0 * 2 };
-        (self.run, self.wanted_run) = (0, WantedRun(wanted.min(LONG_RUN)));
+        let has_paid = (self.receiver.next() - self.opened_at) / 16 > u64::from(SHORT_RUN << self.doublings);
+        self.doublings = if has_paid { 0 } else { MOST_DOUBLINGS.min(self.doublings + 1) };
+        self.run = 0;
     }
 
     /// A receive for the next request, made of one that is over if no request has that any more.
@@ -502,7 +493,8 @@ impl ShmFifo {
     ) {
         let mut rx = self.lock();
         rx.run = if can_be_filled(pieces) { rx.run.saturating_add(1) } else { 0 };
-        let is_wanted = rx.run >= rx.wanted_run.0 && self.memory.rx.run() >= rx.wanted_run.0;
+        let wanted = SHORT_RUN << rx.doublings;
+        let is_wanted = rx.run >= wanted && self.memory.rx.run() >= wanted;
         if !is_wanted || rx.receiver.end() != Some(rx.receiver.next()) || transport.has_ended() {
             return;
         }
