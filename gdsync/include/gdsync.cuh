@@ -371,26 +371,32 @@ static __device__ __forceinline__ u32 flag_of(u64 word)
     return (u32)(word >> 32) | 1;
 }
 
-static __device__ __forceinline__ u64 load_line(u64 from, u64 len)
+// What is rare is called, so that the rest is short: instructions come late in a kernel that has just begun.
+static __device__ __noinline__ u64 load_bytes(u64 from, u64 len)
 {
-    if (len >= 8 && from % 8 == 0)
-        return *(const u64 *)from;
     u64 data = 0;
-#pragma unroll 1
     for (u32 i = 0; i < 8 && i < len; ++i)
         data |= (u64)((const unsigned char *)from)[i] << 8 * i;
     return data;
 }
 
-static __device__ __forceinline__ void store_line(u64 to, u64 len, u64 data)
+static __device__ __noinline__ void store_bytes(u64 to, u64 len, u64 data)
 {
-    if (len >= 8 && to % 8 == 0) {
-        *(u64 *)to = data;
-        return;
-    }
-#pragma unroll 1
     for (u32 i = 0; i < 8 && i < len; ++i)
         ((unsigned char *)to)[i] = (unsigned char)(data >> 8 * i);
+}
+
+static __device__ __forceinline__ u64 load_line(u64 from, u64 len)
+{
+    return len >= 8 && from % 8 == 0 ? *(const u64 *)from : load_bytes(from, len);
+}
+
+static __device__ __forceinline__ void store_line(u64 to, u64 len, u64 data)
+{
+    if (len >= 8 && to % 8 == 0)
+        *(u64 *)to = data;
+    else
+        store_bytes(to, len, data);
 }
 
 // A PACK or TAKE with its wait, its length, and of a PACK the word, which is what the operation behind it writes; or a COPY.
@@ -420,31 +426,41 @@ static __device__ __forceinline__ bool goes_on(const Head &head, u32 *rounds, u6
 }
 
 // Behind a word without IN_LINES. The CPU fails a stream before it ends its waits, by such words.
-static __device__ Outcome direct(const Head &head, u64 word)
+static __device__ __noinline__ Outcome direct(const Head head, u64 word)
 {
     acquire_64(word);
     return has_failed(head) ? MISSED : DIRECT;
 }
 
-// The share of a message that thread `thread` of `threads` stores.
-static __device__ __forceinline__ Outcome pack_share(const Head &head, const Move &move, u64 thread, u64 threads)
+static __device__ __noinline__ void copy_direct(u64 to, u64 from, u64 len, u64 thread, u64 threads)
+{
+    copy_share(to, from, len, thread, threads);
+}
+
+// The share of a message that thread `thread` of `threads` stores; nothing if the stream has failed, which is looked at last: that is
+// on its way until then.
+static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 failed, const Move &move, u64 thread, u64 threads)
 {
     const u64 count = (move.len + 7) / 8, flag = (u64)flag_of(move.word) << 32;
     u64 i = thread, start = 0;
     // The first data come while it waits.
     u64 data = i < count ? load_line(move.from + 8 * i, move.len - 8 * i) : 0;
     u64 word;
-    for (u32 rounds = 0; (long long)((word = load_64(move.awaited)) - move.least) < 0;)
+#pragma unroll 1
+    for (u32 rounds = 0; (long long)((word = load_64(move.awaited)) - move.least) < 0 && !failed;)
         if (!goes_on(head, &rounds, &start))
             return MISSED;
+    if (failed)
+        return DONE;
     if (!(word & IN_LINES)) {
         const Outcome outcome = direct(head, move.awaited);
         if (outcome == DIRECT)
-            copy_share(move.place, move.from, move.len, thread, threads);
+            copy_direct(move.place, move.from, move.len, thread, threads);
         return outcome;
     }
     if (thread == 0)
         store_64(move.to, move.word | IN_LINES);
+#pragma unroll 1
     while (i < count) {
         asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(move.to + LINES + 16 * i), "l"(data & 0xffffffff | flag),
                      "l"(data >> 32 | flag)
@@ -457,10 +473,11 @@ static __device__ __forceinline__ Outcome pack_share(const Head &head, const Mov
 }
 
 // The share of a message that thread `thread` of `threads` moves from its lines, as they come, to its place of `len` bytes.
-static __device__ __forceinline__ Outcome take_share(const Head &head, const Move &move, u64 thread, u64 threads)
+static __device__ __forceinline__ Outcome take_share(const Head &head, u32 failed, const Move &move, u64 thread, u64 threads)
 {
     u64 i = thread, count = (move.len + 7) / 8, len = 0, start = 0, low = 0, high = 0;
     u32 flag = 0, rounds = 0;
+#pragma unroll 1
     do {
         // The word, too, until it is there.
         const u64 word = flag ? 0 : load_64(move.from);
@@ -469,6 +486,8 @@ static __device__ __forceinline__ Outcome take_share(const Head &head, const Mov
                          : "=l"(low), "=l"(high)
                          : "l"(move.from + LINES + 16 * i)
                          : "memory");
+        if (failed)
+            return DONE;
         if (!flag && (long long)(word - move.least) >= 0) {
             if (!(word & IN_LINES))
                 return direct(head, move.from);
@@ -490,19 +509,19 @@ static __device__ __forceinline__ Outcome take_share(const Head &head, const Mov
 }
 
 // What has not come in time fails the stream, unless that has failed.
-static __device__ void miss(const Head &head, const Move &move)
+static __device__ __noinline__ void miss(const Head head, u64 awaited)
 {
     if (!has_failed(head))
-        fail(head, move.awaited);
+        fail(head, awaited);
 }
 
-// The share of a move of thread `thread` of `threads`.
-static __device__ __forceinline__ Outcome move_share(const Head &head, const Move &move, u64 thread, u64 threads)
+// The share of a move of thread `thread` of `threads`. Called, as steps of an application do it in several places.
+static __device__ __noinline__ Outcome move_share(const Head &head, const Move &move, u64 thread, u64 threads)
 {
     if (move.kind == PACK)
-        return pack_share(head, move, thread, threads);
+        return pack_share(head, 0, move, thread, threads);
     if (move.kind == TAKE)
-        return take_share(head, move, thread, threads);
+        return take_share(head, 0, move, thread, threads);
     copy_share(move.to, move.from, move.len, thread, threads);
     return DONE;
 }
@@ -701,7 +720,7 @@ private:
     // What has not come in time fails the stream.
     __device__ void miss(const detail::Move &move, u32 *failed)
     {
-        detail::miss(head, move);
+        detail::miss(head, move.awaited);
         *failed = 1;
     }
 

@@ -25,7 +25,7 @@ What the numbers mean: half of a round trip, of a put with a signal and a wait f
 mp: a channel and messages of isend and irecv, too, which graphs refuse), as \
 the streams of both ranks do it; in batches: each wait and the answer behind it are one submission, with --kernel-us each send and \
 the wait behind it; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
-of NCCL and NVSHMEM, eager or in graphs. The last message of each sample is checked.")]
+of NCCL and NVSHMEM, eager or in graphs; the CPU time of a launch is for each send and wait in the graph. The last message of each sample is checked.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, multiples of 8 up to 1073741824.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(8..=1 << 30),
@@ -340,6 +340,7 @@ impl Options {
         };
         let graphs = ways.iter().map(capture).collect::<Result<Vec<_>>>()?;
         let mut samples = vec![[Samples::default(), Samples::default()]; ways.len()];
+        let mut launches = vec![Samples::default(); ways.len()];
         for sample in 0..=self.iters {
             for (at, way) in ways.iter().enumerate() {
                 for (mode, samples) in samples[at].iter_mut().enumerate() {
@@ -358,6 +359,10 @@ impl Options {
                     let start = Instant::now();
                     if let Some(graph) = graph {
                         graph.launch(&app.stream)?;
+                        if sample > 0 {
+                            // Sends and waits.
+                            launches[at].add_mean(start.elapsed(), 2 * ahead);
+                        }
                     } else {
                         for _ in 0..ahead {
                             numbers[at] += 1;
@@ -388,8 +393,14 @@ impl Options {
                 sheet.add_point(HALF_RTT, &format!("{}, {mode}", way.name()), "bytes", Unit::Micros, point);
             }
         }
+        for (way, samples) in ways.iter().zip(&launches).filter(|(_, samples)| samples.count() > 0) {
+            let point = Point::time(bytes as u64, samples, 2);
+            sheet.add_point(LAUNCH_CPU, &way.name(), "bytes", Unit::Micros, point);
+        }
         Ok(())
     }
 }
+
+const LAUNCH_CPU: &str = "CPU time of a graph's launch, per send or wait";
 
 const MODES: [&str; 2] = ["eager", "graph"];

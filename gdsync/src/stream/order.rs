@@ -508,6 +508,11 @@ impl Batch {
             let found = format!("a function that panicked: {}", message_of(panic.as_ref()));
             Err(Error::invalid("operations of a number", found, "a function that adds them"))
         })?;
+        if made.len() == self.len() {
+            // Nothing else is between them.
+            self.ops = made.ops;
+            return Ok(());
+        }
         let mut made = made.ops.into_iter();
         for one in follows.numbered() {
             self.ops[one.places.clone()].iter_mut().zip(&mut made).for_each(|(place, op)| *place = op);

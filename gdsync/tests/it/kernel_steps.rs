@@ -14,6 +14,7 @@ use gdsync::verbs::{QpBuilder, RecvWr, SendWr};
 use gdsync_testkit::driver;
 
 use crate::common::{PATIENCE, Side, assert_clean, gates, pattern, tier, until};
+use crate::peer_copies::Slots;
 use crate::place::{Place, is_real, places, shared};
 use gdsync_testkit::kernels::{COMPLETION_ERROR, FAILED, OK, Progress};
 
@@ -263,6 +264,47 @@ fn steps_copy_into_memory_of_a_peer() {
             }
         }
         assert!(to.to_vec()[..WORD] == expected, "{ran} steps by the kernel");
+    }
+}
+
+/// Each step sends a message, takes it and says that its place is free.
+#[test]
+fn steps_send_and_take_messages() {
+    // By turns to a place with lines for all of it, and to one with lines for 8 KiB.
+    const LENGTHS: [usize; 5] = [3_999, 8_000, 8, 300_000, 0];
+    for (place, ran) in kernel_places().take(1).flat_map(|place| [5, 3, 0].map(|ran| (place.clone(), ran))) {
+        let ends = Slots::new(&place.gpu, &place.gpu, &[4_000, 300_000]);
+        let from = place.gpu.alloc(300_000).unwrap();
+        let bytes = pattern(300_000, ran);
+        from.write(0, &bytes).unwrap();
+        from.flush().unwrap();
+        let stream = place.stream(PATIENCE);
+        let steps = stream.record_steps(|stream| {
+            (1..).zip(LENGTHS).try_for_each(|(n, len)| {
+                let mut batch = Batch::new();
+                batch.free_in_inbox(&ends.inbox, n, &ends.free, 0)?;
+                batch.send_to_inbox(&ends.to, n, &from, 0..len)?;
+                batch.take_from_inbox(&ends.inbox, n);
+                stream.submit(&mut batch)
+            })
+        });
+        let app = App::new(&place, &[0, 1, 2, 3, 4][..ran]);
+        let launched = steps.unwrap().launch(&stream, |program| {
+            app.launch(&place, &stream, program, &from, 0);
+            Ok::<_, Error>(())
+        });
+        launched.unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        assert_eq!(app.results(), vec![OK; ran]);
+        let mut expected = vec![0; ends.places.len()];
+        for (i, len) in LENGTHS.into_iter().enumerate() {
+            let part = &mut expected[ends.ranges[i % 2].start..][..len];
+            part.copy_from_slice(&bytes[..len]);
+            if let (Some(last), [first, ..]) = (ran.checked_sub(1), part.as_chunks_mut::<8>().0) {
+                *first = (i.min(last) as u64).to_ne_bytes();
+            }
+        }
+        assert!(ends.places.to_vec() == expected, "{ran} steps by the kernel");
     }
 }
 

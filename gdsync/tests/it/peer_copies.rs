@@ -2,12 +2,14 @@
 
 mod processes;
 
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
-use gdsync::stream::{Batch, Cond, CudaStreamConfig, PeerSignal, Stream, Via};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Inbox, PeerInbox, PeerSignal, Stream, Via};
 use gdsync_testkit::driver::Control;
 
 use crate::child::own_process;
@@ -171,6 +173,103 @@ fn batches_of_many_operations_keep_their_order() {
             there.memory.read(MARGIN, &mut found).unwrap();
             assert!(found[..len] == bytes[1..=len] && found[len + 1..] == bytes[1..=len], "{via:?}: {len}");
         }
+    }
+}
+
+/// Both ends of messages from one GPU to places of another one.
+pub(crate) struct Slots {
+    pub(crate) inbox: Arc<Inbox>,
+    slots: Memory,
+    pub(crate) places: Memory,
+    pub(crate) ranges: Vec<Range<usize>>,
+    pub(crate) to: Arc<PeerInbox>,
+    pub(crate) free: PeerMemory,
+}
+
+impl Slots {
+    /// Places of these lengths, with margins between them.
+    pub(crate) fn new(from: &Gpu, on: &Gpu, lens: &[usize]) -> Self {
+        let zeros = |gpu: &Gpu, len| {
+            let memory = gpu.alloc(len).unwrap();
+            memory.fill(0, len, 0).unwrap();
+            memory.flush().unwrap();
+            memory
+        };
+        let open = |memory: &Memory, by: &Gpu| PeerMemory::open(by, &memory.export().unwrap()).unwrap();
+        let places = zeros(on, ROOM);
+        let ends = lens.iter().scan(0, |end, len| {
+            *end += MARGIN + 3 + len;
+            Some(*end - len..*end)
+        });
+        let ranges: Vec<_> = ends.collect();
+        let of_places: Vec<_> =
+            ranges.iter().map(|range| places.slice(range.start, range.len()).unwrap()).collect();
+        let slots = zeros(on, Inbox::bytes(lens.iter().copied()));
+        let pairs: Vec<_> = ranges.iter().map(|range| (places.clone(), range.clone())).collect();
+        let inbox = Inbox::new(&slots, &pairs).unwrap();
+        let free = zeros(from, 64);
+        let to = of_places.iter().map(|place| open(place, from)).collect();
+        let to = PeerInbox::new(open(&slots, from), 0, to, free.word64(0).unwrap()).unwrap();
+        Self { inbox, slots, places, ranges, to, free: open(&free, on) }
+    }
+}
+
+/// Through lines and into places, on each kind of stream at either end.
+#[test]
+fn messages_come_whole_through_slots() {
+    let Some([a, b]) = gpus() else { return };
+    let (from, bytes) = source(&a, 4);
+    for (send, take) in WAYS.into_iter().flat_map(|send| WAYS.map(|take| (send, take))) {
+        let ends = Slots::new(&a, &b, &[1, 100, 8_192, 40_000, 262_144, 300_001]);
+        let streams = [stream_on(&a, send, PATIENCE), stream_on(&b, take, PATIENCE)];
+        let mut image = vec![0; ROOM];
+        for n in 1..=60 {
+            let place = ends.ranges[(n - 1) % ends.ranges.len()].clone();
+            let start = n % 9 * (n % 2);
+            let len = [place.len(), 0, place.len() / 2, 9, 1][n % 5].min(place.len());
+            let [mut sends, mut takes] = [Batch::new(), Batch::new()];
+            assert_eq!(ends.inbox.len_of(n as u64), None);
+            takes.free_in_inbox(&ends.inbox, n as u64, &ends.free, 0).unwrap();
+            takes.take_from_inbox(&ends.inbox, n as u64);
+            sends.send_to_inbox(&ends.to, n as u64, &from, start..start + len).unwrap();
+            streams[0].submit(&mut sends).unwrap();
+            streams[1].submit(&mut takes).unwrap();
+            streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+            image[place.start..place.start + len].copy_from_slice(&bytes[start..start + len]);
+            assert!(
+                ends.places.to_vec() == image,
+                "message {n} of {len} bytes from {start}, {send:?} to {take:?}"
+            );
+            assert_eq!(ends.inbox.len_of(n as u64), Some(len), "{n}, {send:?} to {take:?}");
+        }
+    }
+}
+
+/// Who frees places by kernels takes messages by kernels. A peer that tells of lines and sends none fails the stream in time.
+#[test]
+fn messages_that_cannot_be_taken_are_errors() {
+    let Some([a, b]) = gpus() else { return };
+    let ends = Slots::new(&a, &b, &[64]);
+    let (by_kernel, by_engine) =
+        (stream_on(&b, WAYS[0], Duration::from_millis(50)), stream_on(&b, NO_KERNEL, PATIENCE));
+    let (mut free, mut take) = (Batch::new(), Batch::new());
+    free.free_in_inbox(&ends.inbox, 1, &ends.free, 0).unwrap();
+    by_kernel.submit(&mut free).unwrap();
+    take.take_from_inbox(&ends.inbox, 1);
+    let refused = by_engine.submit(&mut take).unwrap_err();
+    assert!(refused.to_string().contains("CudaStreamConfig::copies"), "{refused}");
+    let (from, _) = source(&a, 5);
+    let long = Batch::new().send_to_inbox(&ends.to, 1, &from, 0..65).unwrap_err();
+    assert!(matches!(long, Error::OutOfBounds { len: 65, size: 64, .. }), "{long:?}");
+    for len in [8, u64::from(u32::MAX)] {
+        let stream = stream_on(&b, WAYS[0], Duration::from_millis(50));
+        ends.slots.word64(0).unwrap().store(1 << 33 | len << 1 | 1);
+        let mut take = Batch::new();
+        take.take_from_inbox(&ends.inbox, 1);
+        stream.submit(&mut take).unwrap();
+        let failed = stream.synchronize(PATIENCE).unwrap_err();
+        assert!(failed.to_string().contains("50 ms"), "{failed}");
+        assert!(ends.places.to_vec().iter().all(|byte| *byte == 0));
     }
 }
 

@@ -275,6 +275,7 @@ static __device__ void run_messages(const Head &at, const Op *ops)
     const bool first = threadIdx.x == 0;
     bool alone = gridDim.x == 1;
     const u64 thread = blockIdx.x * (u64)blockDim.x + threadIdx.x, threads = gridDim.x * (u64)blockDim.x;
+#pragma unroll 1
     for (u64 i = 0; i < head.count;) {
         const Next now = next;
         i += now.count();
@@ -285,18 +286,19 @@ static __device__ void run_messages(const Head &at, const Op *ops)
             continue;
         }
         const detail::Move move = now.move();
-        const detail::Outcome outcome = failed ? detail::DONE : detail::move_share(head, move, thread, threads);
+        const detail::Outcome outcome = move.kind == PACK ? detail::pack_share(head, failed, move, thread, threads)
+                                                          : detail::take_share(head, failed, move, thread, threads);
         const bool packs_direct = outcome == detail::DIRECT && move.kind == PACK;
         // Nothing is behind.
         if (i == head.count && (move.kind == TAKE || alone && !packs_direct)) {
             if (outcome == detail::MISSED)
-                detail::miss(head, move);
+                detail::miss(head, move.awaited);
             return;
         }
         if (__syncthreads_or(outcome == detail::MISSED)) {
             failed = 1;
             if (first)
-                detail::miss(head, move);
+                detail::miss(head, move.awaited);
         }
         if (!alone) {
             Blocks *const blocks = (Blocks *)(head.status + 1);

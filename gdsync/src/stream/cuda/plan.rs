@@ -357,12 +357,13 @@ impl Calls {
     /// Writes the deferred consumer indices.
     #[inline]
     fn pass(&mut self, indices: &mut Indices) {
-        for (index, slot) in indices.drain(..) {
+        for &(index, slot) in indices.iter() {
             self.put(&[index]);
             if let Some(slot) = slot {
                 self.slots[slot] = self.slot_of_last();
             }
         }
+        indices.clear();
     }
 }
 
