@@ -548,7 +548,7 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
-    use crate::stream::{Batch, Cond, Ops};
+    use crate::stream::{Batch, Cond, Inbox, Ops, PeerInbox};
     use gdsync_device::memory::PeerMemory;
 
     const KERNELS: ByKernel = ByKernel { ops: true, copies: true };
@@ -616,6 +616,71 @@ mod tests {
         let by_memops = calls(COPIES, &all(100_000, Cond::Geq));
         let expected = [(1, 1, false), (2, 16, true), (1, 1, false), (2, 1, true), (1, 1, false)];
         assert_eq!(by_memops, expected, "kernels for copies only");
+    }
+
+    /// Kernels for messages do nothing else that waits, and only one message if it is long.
+    #[test]
+    fn messages_share_a_kernel_with_short_messages_and_writes() {
+        let _control = driver::Control::take();
+        gdsync_testkit::kernels::register();
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let memory = gpu.alloc(1 << 20).unwrap();
+        let peer = PeerMemory::open(&gpu, &memory.export().unwrap()).unwrap();
+        let word = memory.word64(0).unwrap();
+        let lens = [100, 100_000];
+        let slots = gpu.alloc(Inbox::bytes(lens)).unwrap();
+        let inbox = Inbox::new(&slots, &lens.map(|len| (memory.clone(), 64..64 + len))).unwrap();
+        let places = lens
+            .map(|len| PeerMemory::open(&gpu, &memory.slice(64, len).unwrap().export().unwrap()).unwrap());
+        let slots = PeerMemory::open(&gpu, &slots.export().unwrap()).unwrap();
+        let to = PeerInbox::new(slots, 0, places.to_vec(), word.clone()).unwrap();
+        // Of each call the number of operations, the blocks, and whether a kernel does it.
+        let calls = |by_kernel: ByKernel, add: &dyn Fn(&mut Batch)| {
+            let mut batch = Batch::new();
+            add(&mut batch);
+            let calls = of_batch(&gpu, &batch.ops, &[], by_kernel).unwrap().calls;
+            let each = calls.iter().map(|call| match call {
+                Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops)),
+                Call::HostFn(_) | Call::Copy(_) => (0, 0, false),
+            });
+            each.collect::<Vec<_>>()
+        };
+        // Odd messages are short.
+        let send = |batch: &mut Batch, n: u64| {
+            let len = if n % 2 == 1 { 100 } else { 100_000 };
+            batch.send_to_inbox(&to, n, &memory, 0..len).unwrap();
+        };
+        let free = |batch: &mut Batch, n| batch.free_in_inbox(&inbox, n, &peer, 0).unwrap();
+        let short = |batch: &mut Batch| {
+            send(batch, 1);
+            free(batch, 1);
+            batch.take_from_inbox(&inbox, 1);
+            batch.write_value64(&word, 1);
+        };
+        let long = |batch: &mut Batch| {
+            batch.take_from_inbox(&inbox, 2);
+            free(batch, 1);
+            send(batch, 2);
+            free(batch, 2);
+            send(batch, 3);
+        };
+        let others = |batch: &mut Batch| {
+            send(batch, 1);
+            batch.wait_value64(&word, 1, Cond::Geq);
+            send(batch, 3);
+            batch.put_peer(&memory, 0..8, &peer, 0, None).unwrap();
+            batch.take_from_inbox(&inbox, 1);
+        };
+        assert_eq!(calls(KERNELS, &short), [(9, 1, true)]);
+        assert_eq!(calls(KERNELS, &long), [(4, 16, true), (5, 16, true), (4, 1, true)]);
+        assert_eq!(
+            calls(KERNELS, &others),
+            [(4, 1, true), (1, 1, true), (4, 1, true), (2, 1, true), (3, 1, true)]
+        );
+        // The wait by a memory operation, then a copy with a signal, or what is in the slot.
+        let by_memops =
+            [(1, 1, false), (3, 1, true), (1, 1, true), (1, 1, false), (3, 1, true), (1, 1, false)];
+        assert_eq!(calls(COPIES, &short), by_memops);
     }
 
     #[test]
