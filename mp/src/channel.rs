@@ -91,14 +91,17 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 ///
 /// # Peer copies
 /// Where both ranks are on one host and all places of a direction are memory of a GPU (of `cudaMalloc`) that the sender's GPU reaches,
-/// the sender's CUDA streams put the messages into the places themselves, as in [windows](crate::Window#peer-copies), and the
-/// receiver's streams wait for words in their own memory. Both ranks agree for each direction; [`Channel::path_of`] tells, or why not;
+/// no queue pair is between: the sender's CUDA streams store messages into memory of the receiver's GPU, and its streams take them to
+/// the places; messages of more than 8 KiB to places of more than 256 KiB go into the place at once. The GPU needs twice the
+/// memory of the places for that, or 16 KiB for a longer one. Both ranks agree for each direction; [`Channel::path_of`] tells, or why not;
 /// [`NearPath`](crate::NearPath) and `MP_NEAR` choose. The GPU of a rank is that of its places, else
 /// [`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu).
 ///
 /// What differs: all streams of such a direction are of that GPU. Host streams are refused ([`gdsync::Error::Unsupported`]): the CPU does
 /// not reach the other rank's GPU memory, and a copy by CUDA may block its thread as long as other streams wait. Use
 /// [`NearPath::Queues`](crate::NearPath::Queues) for these.
+/// Streams with the same [`copies`](gdsync::stream::CudaStreamConfig::copies), kernels or the copy engine, receive all messages of a
+/// channel. A message says nothing of what its stream put into windows before: use [`Signal`](crate::Signal) for that.
 /// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
 /// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
 /// a stream may still copy after its failure. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)
