@@ -18,7 +18,7 @@ use gdasync::gdsync::recorder::{Event, Queue, Record, Recording, Stage};
 use gdasync::results::Result;
 use serde_json::{Value, json};
 
-use report::{Report, micros, status};
+use report::{micros, report, status};
 
 const STUCK: u8 = 3;
 
@@ -69,7 +69,7 @@ impl Options {
             written.map_err(|error| format!("--perfetto {}: {error}", path.display()))?;
         }
         let others = if is_list { Vec::new() } else { Recording::all(|_, _| {}) };
-        let report = Report::of(&recordings, &others, Duration::from_secs(self.stuck_after), self.records);
+        let report = report(&recordings, &others, Duration::from_secs(self.stuck_after), self.records);
         if self.json {
             out!("{}", serde_json::to_string_pretty(&report)?)?;
         } else if is_list {
@@ -77,7 +77,7 @@ impl Options {
         } else {
             text::print(&report)?;
         }
-        Ok(if !is_list && report.stuck > 0 { ExitCode::from(STUCK) } else { ExitCode::SUCCESS })
+        Ok(if !is_list && report["stuck"] != 0 { ExitCode::from(STUCK) } else { ExitCode::SUCCESS })
     }
 
     fn recordings(&self) -> Result<Vec<Recording>> {

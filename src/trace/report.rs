@@ -1,83 +1,13 @@
-//! The report on the recordings of processes: waits, queue pairs, last records.
+//! The report on the recordings of processes, as JSON: waits, queue pairs, last records.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use gdasync::gdsync::mlx5::Syndrome;
 use gdasync::gdsync::recorder::{Event, Liveness, Peer, Purpose, Queue, Record, Recording, Stage, Wait};
-use serde::Serialize;
 use serde_json::{Value, json};
 
-#[derive(Serialize)]
-pub(super) struct Report {
-    pub(super) processes: Vec<Process>,
-    /// Waits that are stuck.
-    pub(super) stuck: usize,
-}
-
-#[derive(Serialize)]
-pub(super) struct Process {
-    pub(super) pid: u32,
-    pub(super) command: String,
-    pub(super) rank: Option<u32>,
-    /// "alive", "dead" or "unknown".
-    pub(super) state: &'static str,
-    pub(super) file: String,
-    /// Nanoseconds since 1970 when the recording was begun.
-    pub(super) begun_unix_ns: u64,
-    /// Seconds since then, and since the last event.
-    pub(super) age_s: f64,
-    pub(super) idle_s: f64,
-    pub(super) threads: usize,
-    pub(super) records: usize,
-    pub(super) torn: u64,
-    pub(super) lost: u64,
-    pub(super) waits: Vec<Waiting>,
-    pub(super) queue_pairs: Vec<Value>,
-    /// The last ones.
-    pub(super) last_records: Vec<Value>,
-}
-
-#[derive(Serialize)]
-pub(super) struct Waiting {
-    pub(super) stuck: bool,
-    /// "CPU", "host stream" or "CUDA stream".
-    pub(super) by: &'static str,
-    pub(super) thread: String,
-    pub(super) tid: u64,
-    /// "send", "receive", "shared CQ" or "word".
-    pub(super) queue: &'static str,
-    pub(super) qpn: Option<u32>,
-    /// The number of the request that is waited for in its queue.
-    pub(super) sequence: Option<u64>,
-    /// Of a word.
-    pub(super) address: Option<String>,
-    pub(super) value: Option<u32>,
-    /// What it stands for in terms of ranks, if the recording has that: a message, a free place, a receive, a signal.
-    pub(super) purpose: Option<String>,
-    pub(super) peer: Option<Other>,
-    pub(super) for_s: f64,
-    /// Requests posted to the queue and completed when the wait began.
-    pub(super) posted: u64,
-    pub(super) completed: u64,
-    /// The last that was recorded of the request.
-    pub(super) last_state: String,
-}
-
-/// The other end of a queue pair.
-#[derive(Clone, Serialize)]
-pub(super) struct Other {
-    pub(super) rank: Option<u32>,
-    pub(super) qpn: u32,
-    pub(super) gid: String,
-    /// Its process, where that has a recording on this machine.
-    pub(super) pid: Option<u32>,
-    pub(super) state: Option<&'static str>,
-    /// The last of its sends that it has prepared, fetched and seen complete, there.
-    pub(super) sends: Option<Value>,
-}
-
-pub(super) fn seconds(ns: u64) -> f64 {
+fn seconds(ns: u64) -> f64 {
     Duration::from_nanos(ns).as_secs_f64()
 }
 
@@ -87,7 +17,7 @@ pub(super) fn micros(ns: u64) -> f64 {
     f64::from(u32::try_from(time.as_secs()).unwrap_or(u32::MAX)) * 1e6 + f64::from(time.subsec_nanos()) / 1e3
 }
 
-pub(super) fn state(liveness: Liveness) -> &'static str {
+fn state(liveness: Liveness) -> &'static str {
     match liveness {
         Liveness::Alive => "alive",
         Liveness::Dead => "dead",
@@ -99,47 +29,44 @@ pub(super) fn status(event: &Event) -> Option<String> {
     (event.status != 0).then(|| Syndrome(event.status).to_string())
 }
 
-impl Report {
-    /// Of these processes; `others` are where their peers may be found. The last `records` of each are listed.
-    pub(super) fn of(
-        recordings: &[Recording],
-        others: &[Recording],
-        stuck: Duration,
-        records: usize,
-    ) -> Self {
-        let stuck_after = u64::try_from(stuck.as_nanos()).unwrap_or(u64::MAX);
-        let known: Vec<_> = recordings.iter().chain(others).collect();
-        let processes: Vec<_> =
-            recordings.iter().map(|recording| Process::of(recording, &known, stuck_after, records)).collect();
-        let waits = processes.iter().flat_map(|process| &process.waits);
-        let stuck = waits.filter(|wait| wait.stuck).count();
-        Self { processes, stuck }
-    }
+/// Of these processes; `others` are where their peers may be found. The last `records` of each are listed.
+pub(super) fn report(
+    recordings: &[Recording],
+    others: &[Recording],
+    stuck: Duration,
+    records: usize,
+) -> Value {
+    let stuck_after = u64::try_from(stuck.as_nanos()).unwrap_or(u64::MAX);
+    let known: Vec<_> = recordings.iter().chain(others).collect();
+    let process = |recording| process(recording, &known, stuck_after, records);
+    let processes: Vec<_> = recordings.iter().map(process).collect();
+    let waits = processes.iter().filter_map(|process| process["waits"].as_array()).flatten();
+    let stuck = waits.filter(|wait| wait["stuck"] == true).count();
+    json!({ "processes": processes, "stuck": stuck })
 }
 
-impl Process {
-    fn of(recording: &Recording, known: &[&Recording], stuck_after: u64, records: usize) -> Self {
-        let since = |time: u64| seconds(recording.now.saturating_sub(time));
-        let waits =
-            recording.open_waits().map(|wait| Waiting::of(recording, known, wait, stuck_after)).collect();
-        Self {
-            pid: recording.pid,
-            command: recording.command.clone(),
-            rank: recording.rank,
-            state: state(recording.liveness),
-            file: recording.path.display().to_string(),
-            begun_unix_ns: recording.time_of_day,
-            age_s: since(recording.begun),
-            idle_s: since(recording.last()),
-            threads: recording.threads.iter().filter(|thread| thread.tid != 0).count(),
-            records: recording.records.len(),
-            torn: recording.torn,
-            lost: recording.lost,
-            waits,
-            queue_pairs: recording.peers.iter().map(|peer| queue_pair(recording, known, peer)).collect(),
-            last_records: last_records(recording, records),
-        }
-    }
+fn process(recording: &Recording, known: &[&Recording], stuck_after: u64, records: usize) -> Value {
+    let since = |time: u64| seconds(recording.now.saturating_sub(time));
+    let waits = recording.open_waits().map(|wait| waiting(recording, known, wait, stuck_after));
+    let queue_pairs = recording.peers.iter().map(|peer| queue_pair(recording, known, peer));
+    json!({
+        "pid": recording.pid,
+        "command": recording.command,
+        "rank": recording.rank,
+        "state": state(recording.liveness),
+        "file": recording.path.display().to_string(),
+        "begun_unix_ns": recording.time_of_day,
+        // Seconds since then, and since the last event.
+        "age_s": since(recording.begun),
+        "idle_s": since(recording.last()),
+        "threads": recording.threads.iter().filter(|thread| thread.tid != 0).count(),
+        "records": recording.records.len(),
+        "torn": recording.torn,
+        "lost": recording.lost,
+        "waits": waits.collect::<Vec<_>>(),
+        "queue_pairs": queue_pairs.collect::<Vec<_>>(),
+        "last_records": last_records(recording, records),
+    })
 }
 
 /// Without the sends of `mp`'s watchdog, whose heartbeats would soon be all that is seen.
@@ -155,53 +82,46 @@ fn last_records(recording: &Recording, count: usize) -> Vec<Value> {
     let shown = |record: &&Record| {
         record.event.status != 0 || send(record).is_none_or(|send| !hidden.contains(&send))
     };
-    let mut last: Vec<_> = recording
-        .records
-        .iter()
-        .rev()
-        .filter(shown)
-        .take(count)
-        .map(|record| line(recording, record))
-        .collect();
-    last.reverse();
-    last
+    let all: Vec<_> = recording.records.iter().filter(shown).collect();
+    let last = &all[all.len().saturating_sub(count)..];
+    last.iter().map(|record| line(recording, record)).collect()
 }
 
-impl Waiting {
-    fn of(recording: &Recording, known: &[&Recording], wait: &Wait, stuck_after: u64) -> Self {
-        let awaited = &wait.awaited;
-        let lasted = recording.now.saturating_sub(wait.since);
-        let thread = &recording.threads[wait.thread];
-        let is_word = awaited.queue == Queue::None;
-        let words = recording.words_at(awaited.number).filter(|_| is_word);
-        let peer = match words.map(|words| words.purpose) {
-            Some(Purpose::Receives { rank } | Purpose::Collectives { rank }) => recording
-                .peers
-                .iter()
-                .find(|peer| peer.rank.is_some_and(|(known, _)| known == rank) && !peer.is_gone),
-            _ => recording.peer(awaited.device, awaited.qpn).filter(|_| !is_word),
-        };
-        let awaited_of_rank = || peer?.rank.map(|(rank, traffic)| traffic.awaited(awaited.queue, rank));
-        Self {
-            stuck: recording.liveness == Liveness::Dead || lasted >= stuck_after,
-            by: wait.by.name(),
-            thread: thread.name.clone(),
-            tid: thread.tid,
-            queue: awaited.queue.name(),
-            qpn: (!is_word).then_some(awaited.qpn),
-            sequence: (!is_word).then_some(awaited.number),
-            address: is_word.then(|| format!("{:#x}", awaited.number)),
-            value: is_word.then_some(awaited.value),
-            purpose: words
-                .map(|words| words.awaited(awaited.number, awaited.value.into()))
-                .or_else(awaited_of_rank),
-            peer: peer.and_then(|peer| Other::of(known, peer)),
-            for_s: seconds(lasted),
-            posted: awaited.posted,
-            completed: awaited.completed,
-            last_state: last_state(recording, wait),
-        }
-    }
+fn waiting(recording: &Recording, known: &[&Recording], wait: &Wait, stuck_after: u64) -> Value {
+    let awaited = &wait.awaited;
+    let lasted = recording.now.saturating_sub(wait.since);
+    let thread = &recording.threads[wait.thread];
+    let is_word = awaited.queue == Queue::None;
+    let words = recording.words_at(awaited.number).filter(|_| is_word);
+    let peer = match words.map(|words| words.purpose) {
+        Some(Purpose::Receives { rank } | Purpose::Collectives { rank }) => recording
+            .peers
+            .iter()
+            .find(|peer| peer.rank.is_some_and(|(known, _)| known == rank) && !peer.is_gone),
+        _ => recording.peer(awaited.device, awaited.qpn).filter(|_| !is_word),
+    };
+    let purpose = words.map(|words| words.awaited(awaited.number, awaited.value.into()));
+    let awaited_of_rank = || peer?.rank.map(|(rank, traffic)| traffic.awaited(awaited.queue, rank));
+    json!({
+        "stuck": recording.liveness == Liveness::Dead || lasted >= stuck_after,
+        "by": wait.by.name(),
+        "thread": thread.name,
+        "tid": thread.tid,
+        "queue": awaited.queue.name(),
+        "qpn": (!is_word).then_some(awaited.qpn),
+        // The number of the request that is waited for in its queue.
+        "sequence": (!is_word).then_some(awaited.number),
+        "address": is_word.then(|| format!("{:#x}", awaited.number)),
+        "value": is_word.then_some(awaited.value),
+        // In terms of ranks, if the recording has that: a message, a free place, a receive, a signal.
+        "purpose": purpose.or_else(awaited_of_rank),
+        "peer": peer.and_then(|peer| other_end(known, peer)),
+        "for_s": seconds(lasted),
+        // Requests posted to the queue and completed when the wait began.
+        "posted": awaited.posted,
+        "completed": awaited.completed,
+        "last_state": last_state(recording, wait),
+    })
 }
 
 /// What was last recorded of what a wait waits for.
@@ -225,21 +145,19 @@ fn last_state(recording: &Recording, wait: &Wait) -> String {
     format!("{}{status} {ago:.3} s ago", record.event.stage)
 }
 
-impl Other {
-    fn of(known: &[&Recording], peer: &Peer) -> Option<Self> {
-        let (gid, qpn) = peer.remote?;
-        let is_it = |other: &&Peer| (other.gid, other.qpn) == (gid, qpn);
-        let found =
-            known.iter().find_map(|recording| Some((*recording, recording.peers.iter().find(is_it)?)));
-        Some(Self {
-            rank: peer.rank.map(|(rank, _)| rank).or(found.and_then(|(recording, _)| recording.rank)),
-            qpn,
-            gid: gid.to_string(),
-            pid: found.map(|(recording, _)| recording.pid),
-            state: found.map(|(recording, _)| state(recording.liveness)),
-            sends: found.map(|(recording, other)| progress(recording, other, Queue::Send)),
-        })
-    }
+/// The other end of a queue pair. Its process, and what that has done, where it has a recording on this machine.
+fn other_end(known: &[&Recording], peer: &Peer) -> Option<Value> {
+    let (gid, qpn) = peer.remote?;
+    let is_it = |other: &&Peer| (other.gid, other.qpn) == (gid, qpn);
+    let found = known.iter().find_map(|recording| Some((*recording, recording.peers.iter().find(is_it)?)));
+    Some(json!({
+        "rank": peer.rank.map(|(rank, _)| rank).or(found.and_then(|(recording, _)| recording.rank)),
+        "qpn": qpn,
+        "gid": gid.to_string(),
+        "pid": found.map(|(recording, _)| recording.pid),
+        "state": found.map(|(recording, _)| state(recording.liveness)),
+        "sends": found.map(|(recording, other)| progress(recording, other, Queue::Send)),
+    }))
 }
 
 /// Numbers of the last requests of a queue that reached a stage, as far as the recording still has them.
@@ -267,7 +185,7 @@ fn queue_pair(recording: &Recording, known: &[&Recording], peer: &Peer) -> Value
         "device": peer.device,
         "qpn": peer.qpn,
         "gone": peer.is_gone,
-        "peer": Other::of(known, peer),
+        "peer": other_end(known, peer),
         "sends": progress(recording, peer, Queue::Send),
         "receives": progress(recording, peer, Queue::Receive),
         // Seconds since its last event.

@@ -4,10 +4,7 @@ use std::io::Result;
 
 use gdasync::out;
 use gdasync::results::plain_table;
-use serde::Serialize;
-use serde_json::{Value, to_value};
-
-use super::report::{Other, Process, Report, Waiting};
+use serde_json::Value;
 
 /// A field of the JSON; `/` leads to one within another.
 fn cell(row: &Value, field: &str) -> String {
@@ -25,10 +22,12 @@ fn cell(row: &Value, field: &str) -> String {
     }
 }
 
+fn items(list: &Value) -> &[Value] {
+    list.as_array().map_or(&[], Vec::as_slice)
+}
+
 /// Prints a row for each value, with these fields.
-fn table(rows: &impl Serialize, fields: &str) -> Result<()> {
-    let rows = to_value(rows)?;
-    let rows = rows.as_array().map_or(&[][..], Vec::as_slice);
+fn table(rows: &[Value], fields: &str) -> Result<()> {
     let is_number =
         |field: &str| rows.iter().any(|row| row.pointer(&format!("/{field}")).is_some_and(Value::is_number));
     let right = fields.split(' ').enumerate().filter(|(_, field)| is_number(field)).map(|(at, _)| at);
@@ -40,30 +39,31 @@ fn table(rows: &impl Serialize, fields: &str) -> Result<()> {
     table.lines().try_for_each(|line| out!("  {}", line.trim_end()))
 }
 
-pub(super) fn list(report: &Report) -> Result<()> {
-    table(&report.processes, "pid command rank state age_s idle_s waits file")
+pub(super) fn list(report: &Value) -> Result<()> {
+    table(items(&report["processes"]), "pid command rank state age_s idle_s waits file")
 }
 
-pub(super) fn print(report: &Report) -> Result<()> {
-    for (at, process) in report.processes.iter().enumerate() {
+pub(super) fn print(report: &Value) -> Result<()> {
+    for (at, process) in items(&report["processes"]).iter().enumerate() {
         if at > 0 {
             out!("")?;
         }
         head(process)?;
-        process.waits.iter().try_for_each(waiting)?;
+        items(&process["waits"]).iter().try_for_each(waiting)?;
         // Unused ones are in the JSON only.
         let used = |pair: &&Value| pair["gone"] == false || !pair["idle_s"].is_null();
-        let pairs: Vec<_> = process.queue_pairs.iter().filter(used).collect();
+        let pairs: Vec<_> = items(&process["queue_pairs"]).iter().filter(used).cloned().collect();
         if !pairs.is_empty() {
             out!("\nqueue pairs: the last request at each stage that the recording still has")?;
             table(&pairs, QUEUE_PAIR)?;
         }
-        if !process.last_records.is_empty() {
-            out!("\nthe last {} records", process.last_records.len())?;
-            table(&process.last_records, "at_us thread by stage queue qpn number len stream status")?;
+        let last = items(&process["last_records"]);
+        if !last.is_empty() {
+            out!("\nthe last {} records", last.len())?;
+            table(last, "at_us thread by stage queue qpn number len stream status")?;
         }
     }
-    if report.stuck == 0 {
+    if report["stuck"] == 0 {
         out!("\nnothing is stuck")?;
     }
     Ok(())
@@ -72,50 +72,56 @@ pub(super) fn print(report: &Report) -> Result<()> {
 const QUEUE_PAIR: &str = "device qpn gone peer/rank peer/qpn sends/prepared sends/triggered sends/fetched sends/completed \
                           sends/released receives/prepared receives/completed receives/released idle_s failure";
 
-fn head(process: &Process) -> Result<()> {
-    let Process { pid, command, state, age_s, idle_s, records, threads, torn, lost, .. } = process;
-    let rank = process.rank.map_or_else(String::new, |rank| format!(", rank {rank}"));
-    out!("process {pid} {command}{rank}, {state}; begun {age_s:.1} s ago, last event {idle_s:.3} s ago")?;
-    let torn = if *torn > 0 { format!(", {torn} being written") } else { String::new() };
-    let lost = if *lost > 0 { format!(", {lost} lost: more than 256 threads") } else { String::new() };
+fn head(process: &Value) -> Result<()> {
+    let [pid, command, state, age, idle] =
+        ["pid", "command", "state", "age_s", "idle_s"].map(|field| cell(process, field));
+    let rank = process["rank"].as_u64().map_or_else(String::new, |rank| format!(", rank {rank}"));
+    out!("process {pid} {command}{rank}, {state}; begun {age} s ago, last event {idle} s ago")?;
+    let [records, threads, torn, lost] =
+        ["records", "threads", "torn", "lost"].map(|field| cell(process, field));
+    let torn = if torn == "0" { String::new() } else { format!(", {torn} being written") };
+    let lost = if lost == "0" { String::new() } else { format!(", {lost} lost: more than 256 threads") };
     out!("  {records} records of {threads} threads{torn}{lost}")
 }
 
-fn waiting(wait: &Waiting) -> Result<()> {
-    let stuck = if wait.stuck { "STUCK" } else { "waits" };
-    let what = match (wait.qpn, wait.sequence, &wait.address) {
-        (Some(qpn), Some(sequence), _) => {
-            let request = format!("{} {sequence} of QP {qpn:#x}", wait.queue);
-            wait.purpose.as_ref().map_or_else(|| request.clone(), |purpose| format!("{purpose} ({request})"))
+fn waiting(wait: &Value) -> Result<()> {
+    let field = |name| cell(wait, name);
+    let stuck = if wait["stuck"] == true { "STUCK" } else { "waits" };
+    let is_word = wait["qpn"].is_null();
+    let request = match is_word {
+        true => {
+            format!("the word at {} (value {:#x})", field("address"), wait["value"].as_u64().unwrap_or(0))
         }
-        (_, _, address) => wait.purpose.clone().unwrap_or_else(|| {
-            let (address, value) = (address.as_deref().unwrap_or_default(), wait.value.unwrap_or_default());
-            format!("the word at {address} (value {value:#x})")
-        }),
+        false => format!("{} {} of QP {}", field("queue"), field("sequence"), field("qpn")),
     };
-    let peer = wait.peer.as_ref().map_or_else(String::new, |other| format!(", peer {}", name(other)));
-    let Waiting { by, thread, tid, for_s, last_state, posted, completed, .. } = wait;
-    out!("\n{stuck} for {for_s:.3} s: {by} (thread {thread}, {tid}) waits for {what}{peer}")?;
-    out!("  last state: {last_state}")?;
-    if wait.qpn.is_none() {
+    let what = match wait["purpose"].as_str() {
+        Some(purpose) if is_word => purpose.to_owned(),
+        Some(purpose) => format!("{purpose} ({request})"),
+        None => request,
+    };
+    let peer = &wait["peer"];
+    let named = if peer.is_null() { String::new() } else { format!(", peer {}", name(peer)) };
+    let [by, thread, tid, lasted] = ["by", "thread", "tid", "for_s"].map(field);
+    out!("\n{stuck} for {lasted} s: {by} (thread {thread}, {tid}) waits for {what}{named}")?;
+    out!("  last state: {}", field("last_state"))?;
+    if is_word {
         return Ok(());
     }
+    let [posted, completed] = ["posted", "completed"].map(field);
     out!("  when it began, {posted} were posted to that queue and {completed} completed")?;
-    let Some((other, sends)) = wait.peer.as_ref().and_then(|other| Some((other, other.sends.as_ref()?)))
-    else {
+    if peer["sends"].is_null() {
         return Ok(());
-    };
-    let [prepared, fetched, completed] = ["prepared", "fetched", "completed"].map(|stage| cell(sends, stage));
-    let pid = other.pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    out!("  last sends of the peer{pid}: prepared {prepared}, fetched {fetched}, completed {completed}")
+    }
+    let [pid, prepared, fetched, completed] =
+        ["pid", "sends/prepared", "sends/fetched", "sends/completed"].map(|field| cell(peer, field));
+    out!(
+        "  last sends of the peer (process {pid}): prepared {prepared}, fetched {fetched}, completed {completed}"
+    )
 }
 
-fn name(other: &Other) -> String {
-    let Other { qpn, gid, .. } = other;
-    let process = match (other.pid, other.state) {
-        (Some(pid), Some(state)) => format!("process {pid}, {state}"),
-        _ => format!("at {gid}"),
-    };
-    let rank = other.rank.map_or_else(String::new, |rank| format!("rank {rank}, "));
-    format!("{rank}QP {qpn:#x} {process}")
+fn name(peer: &Value) -> String {
+    let [qpn, gid, pid, state] = ["qpn", "gid", "pid", "state"].map(|field| cell(peer, field));
+    let process = if pid == "-" { format!("at {gid}") } else { format!("process {pid}, {state}") };
+    let rank = peer["rank"].as_u64().map_or_else(String::new, |rank| format!("rank {rank}, "));
+    format!("{rank}QP {qpn} {process}")
 }

@@ -71,6 +71,18 @@ fn job() {
     }
 }
 
+/// Looks until there is something.
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + LONG;
+    loop {
+        if let Some(seen) = look() {
+            return seen;
+        }
+        assert!(Instant::now() < end, "not seen: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// A job, the folder of its recordings, and its two processes.
 struct Job {
     rank0: Child,
@@ -118,25 +130,20 @@ impl Job {
 
     /// Stops both ranks where each is in its last wait.
     fn stop_in_waits(&self) {
-        let end = Instant::now() + LONG;
-        loop {
+        until("both hang", || {
             for (rank, pid) in self.pids.iter().enumerate() {
                 self.signal(rank, Signal::STOP);
-                while !is_stopped(*pid) {
-                    assert!(Instant::now() < end, "{pid} does not stop");
-                    std::thread::yield_now();
-                }
+                until("it stops", || is_stopped(*pid).then_some(()));
             }
             let (report, _) = self.json(&self.pids);
             let waits = |rank: usize| report["processes"][rank]["waits"].as_array().unwrap().clone();
             let hangs = |rank| waits(rank).iter().any(|wait| wait["sequence"] == MESSAGES);
             if [0, 1].into_iter().all(hangs) {
-                return;
+                return Some(());
             }
-            assert!(Instant::now() < end, "{report:#}");
             [0, 1].into_iter().for_each(|rank| self.signal(rank, Signal::CONT));
-            std::thread::sleep(Duration::from_millis(1));
-        }
+            None
+        });
     }
 }
 
@@ -180,14 +187,9 @@ fn stuck_wait_is_reported_of_live_and_killed_processes() {
     check_wait(&report, 1, &job, 1, "CPU", "alive");
 
     job.signal(1, Signal::KILL);
-    let end = Instant::now() + LONG;
-    let (report, code) = loop {
-        let (report, code) = job.json(&job.pids);
-        if report["processes"][1]["state"] == "dead" {
-            break (report, code);
-        }
-        assert!(Instant::now() < end, "{report:#}");
-    };
+    let (report, code) = until("rank 1 is dead", || {
+        Some(job.json(&job.pids)).filter(|(report, _)| report["processes"][1]["state"] == "dead")
+    });
     assert_eq!((code, &report["processes"][0]["state"]), (3, &"alive".into()));
     check_wait(&report, 0, &job, 0, "host stream", "dead");
     check_wait(&report, 1, &job, 1, "CPU", "alive");
@@ -228,23 +230,18 @@ fn stuck_wait_is_reported_of_live_and_killed_processes() {
 #[test]
 fn stuck_waits_for_words_are_told_by_their_purpose() {
     let job = Job::start("words");
-    let end = Instant::now() + LONG;
     let purposes = [
         format!("a receive of rank 1 (message {})", MESSAGES + 1),
         "a signal at offset 16 of a window".into(),
     ];
-    let waits = loop {
+    let waits = until("both wait", || {
         let (report, _) = job.json(&job.pids);
         let wait = |rank: usize| {
             let waits = report["processes"][rank]["waits"].as_array().unwrap();
             waits.iter().find(|wait| wait["purpose"] == purposes[rank].as_str()).cloned()
         };
-        if let (Some(credit), Some(signal)) = (wait(0), wait(1)) {
-            break [credit, signal];
-        }
-        assert!(Instant::now() < end, "{report:#}");
-        std::thread::sleep(Duration::from_millis(1));
-    };
+        Some([wait(0)?, wait(1)?])
+    });
     assert!(waits.iter().all(|wait| wait["by"] == "host stream" && wait["queue"] == "word"), "{waits:#?}");
     let other = &waits[0]["peer"];
     assert_eq!((&other["rank"], &other["pid"]), (&1.into(), &job.pids[1].into()), "{other:#}");
@@ -312,21 +309,16 @@ fn heartbeats_do_not_hide_what_the_application_did() {
     let job = Job::start("hang");
     let pid = job.pids[0].to_string();
     let scratch = Scratch::new("trace-heartbeats");
-    let end = Instant::now() + LONG;
     let is_prepared =
         |event: &Value| event["name"].as_str().is_some_and(|name| name.starts_with("prepared send"));
-    loop {
+    until("a heartbeat", || {
         succeeds(job.trace(&["--perfetto", scratch.text(), "--stuck-after", "86400", &pid]));
         let trace = scratch.json();
         let events = trace["traceEvents"].as_array().unwrap();
         let watchdog =
             events.iter().find(|event| event["args"]["name"] == "mp-watch").unwrap_or(&Value::Null);
-        if events.iter().any(|event| event["tid"] == watchdog["tid"] && is_prepared(event)) {
-            break;
-        }
-        assert!(Instant::now() < end, "no heartbeat");
-        std::thread::yield_now();
-    }
+        events.iter().find(|event| event["tid"] == watchdog["tid"] && is_prepared(event)).map(drop)
+    });
     let (report, _) = job.json(&job.pids[..1]);
     let last = report["processes"][0]["last_records"].as_array().unwrap();
     assert_eq!(last.len(), 20);
