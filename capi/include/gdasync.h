@@ -135,7 +135,7 @@ int gda_comm_destroy(gda_comm_t comm, int64_t timeout_ns);
  * room for `*len` bytes (GDA_ADDRESS_MAX are enough) and `*len` gets their number; the caller brings them to the other process. */
 #define GDA_ADDRESS_MAX 64
 int gda_listen(gda_ctx_t ctx, void *address, size_t *len, gda_listen_t *listener);
-/* A gda_accept that waits for a connection ends with -ECANCELED, as a request or in another thread. */
+/* A gda_accept that waits, for a connection or for what the other process says, ends with -ECANCELED, as a request or in another thread. */
 int gda_listen_close(gda_listen_t listener);
 int gda_accept(gda_listen_t listener, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
 int gda_connect(gda_ctx_t ctx, const void *address, size_t len, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
