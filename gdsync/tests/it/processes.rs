@@ -105,7 +105,7 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
 
 #[test]
 fn stopped_peer_costs_the_timeouts() {
-    for _ in 0..5 {
+    for _ in 0..tier(1, 5, 5) {
         let side = side();
         let (peer, remote) = Peer::start("processes::child", "silent", &side);
         let s = stream("survivor");
