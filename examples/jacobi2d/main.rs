@@ -75,9 +75,9 @@ pub(crate) struct Options {
 #[derive(Clone, Copy, ValueEnum, Serialize, PartialEq, Debug)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Mode {
-    /// Everything posted ahead on a stream, the CPU asleep.
+    /// Everything enqueued ahead on a stream, through channels.
     Stream,
-    /// As a graph, captured once and launched again and again, through channels.
+    /// The same as a graph, captured once and launched again and again.
     Graph,
     /// The CPU waits for the stream, then sends, and waits for what it receives.
     Sync,

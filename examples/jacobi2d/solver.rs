@@ -58,9 +58,9 @@ impl<'a> Solver<'a> {
     /// Runs all iterations; the time of those after `warm_up` is returned.
     pub(crate) fn solve(&self, warm_up: u32) -> Result<Duration> {
         let total = self.options.iters;
-        if self.options.mode == Mode::Graph {
-            let repeated = Repeated::new(self)?;
-            return self.time(warm_up, |iterations| repeated.run(iterations));
+        if self.options.mode != Mode::Sync {
+            let channels = Channels::new(self)?;
+            return self.time(warm_up, |iterations| channels.run(iterations));
         }
         let mut posted = 0..total;
         let mut receives = VecDeque::new();
@@ -110,33 +110,13 @@ impl<'a> Solver<'a> {
             let window = self.options.ahead.min(end - start);
             for n in start..start + window {
                 let receives = receives.pop_front().ok_or("an iteration without its receives")?;
-                match self.options.mode {
-                    Mode::Sync => self.drive_iteration(n, &receives)?,
-                    Mode::Stream | Mode::Graph => self.post_iteration(n, &receives)?,
-                }
+                self.drive_iteration(n, &receives)?;
             }
             self.finish()?;
             self.post_receives(receives, posted.by_ref().take(window as usize))?;
             start += window;
         }
         Ok(())
-    }
-
-    /// An iteration posted on the stream, without waiting for anything.
-    pub(crate) fn post_iteration(&self, n: u32, receives: &[Request]) -> Result<()> {
-        self.relaxer.edges(before(n))?;
-        let mut batch = Batch::new();
-        let sent = self.neighbours.iter().map(|neighbour| {
-            let edge = self.block.halo(after(n), neighbour.edge);
-            self.comm.isend_in_batch(&mut batch, &self.buffer, edge, neighbour.rank)
-        });
-        let sent: Vec<Request> = sent.collect::<mp::Result<_>>()?;
-        self.submit(&mut batch)?;
-        self.relaxer.inside(before(n))?;
-        for request in receives.iter().chain(&sent) {
-            self.comm.wait_in_batch(&mut batch, request)?;
-        }
-        self.submit(&mut batch)
     }
 
     /// Waits for all that is posted.
@@ -175,17 +155,17 @@ pub(crate) fn after(n: u32) -> usize {
     1 - before(n)
 }
 
-/// Iterations captured as a graph. The remainder of a run is posted one by one, through the same channels.
-pub(crate) struct Repeated<'a> {
-    pub(crate) solver: &'a Solver<'a>,
+/// Iterations on the stream, through channels: one by one, or captured as a graph with the remainder of a run one by one.
+pub(crate) struct Channels<'a> {
+    solver: &'a Solver<'a>,
     /// One to each neighbour.
-    pub(crate) channels: Vec<Channel>,
-    pub(crate) graph: Graph,
+    channels: Vec<Channel>,
+    graph: Option<Graph>,
     /// Iterations of a launch; even, as the two states alternate.
-    pub(crate) each: u32,
+    each: u32,
 }
 
-impl<'a> Repeated<'a> {
+impl<'a> Channels<'a> {
     /// All ranks must call it.
     pub(crate) fn new(solver: &'a Solver<'a>) -> Result<Self> {
         // Rows arrive in the two states alternately.
@@ -199,9 +179,14 @@ impl<'a> Repeated<'a> {
         let channels = solver.comm.channels(&wanted, None)?;
         let stream = &solver.app.stream;
         let each = solver.options.ahead.next_multiple_of(2);
-        let capture = stream.begin_capture()?;
-        (0..each).try_for_each(|n| iteration(solver, &channels, n))?;
-        let graph = capture.end()?;
+        let graph = match solver.options.mode {
+            Mode::Graph => {
+                let capture = stream.begin_capture()?;
+                (0..each).try_for_each(|n| iteration(solver, &channels, n))?;
+                Some(capture.end()?)
+            }
+            _ => None,
+        };
         channels.iter().try_for_each(|channel| channel.post_recv_on_stream(stream))?;
         Ok(Self { solver, channels, graph, each })
     }
@@ -212,14 +197,20 @@ impl<'a> Repeated<'a> {
         // One launch runs while the next one is made.
         let mut running: Option<Launch> = None;
         while n < end {
-            if n.is_multiple_of(2) && self.each <= end - n {
-                let launch = self.graph.launch(&stream.with_timeout(timeout))?;
+            if let Some(graph) = &self.graph
+                && n.is_multiple_of(2)
+                && self.each <= end - n
+            {
+                let launch = graph.launch(&stream.with_timeout(timeout))?;
                 running.replace(launch).map_or(Ok(()), |before| before.wait(stream, timeout))?;
                 n += self.each;
             } else {
                 running.take().map_or(Ok(()), |launch| launch.wait(stream, timeout))?;
                 iteration(self.solver, &self.channels, n)?;
                 n += 1;
+                if n.is_multiple_of(self.solver.options.ahead) {
+                    self.solver.finish()?;
+                }
             }
         }
         self.solver.finish()
@@ -243,8 +234,8 @@ pub(crate) fn iteration(solver: &Solver<'_>, channels: &[Channel], n: u32) -> Re
         channel.post_recv_in_batch(&mut batch)?;
         _ = channel.wait_recv_in_batch(&mut batch)?;
     }
-    sent.iter().try_for_each(|sent| solver.comm.wait_in_batch(&mut batch, sent))?;
-    solver.submit(&mut batch)
+    solver.submit(&mut batch)?;
+    sent.iter().try_for_each(|sent| Ok(solver.comm.wait_on_stream(&solver.app.stream, sent)?))
 }
 
 /// The compiled kernel.
