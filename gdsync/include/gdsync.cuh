@@ -446,8 +446,9 @@ static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 faile
     // The first data come while it waits.
     u64 data = i < count ? load_line(move.from + 8 * i, move.len - 8 * i) : 0;
     u64 word;
+    // The peer has zeroed the lines before it wrote the word.
 #pragma unroll 1
-    for (u32 rounds = 0; (long long)((word = load_64(move.awaited)) - move.least) < 0 && !failed;)
+    for (u32 rounds = 0; (long long)((word = acquire_64(move.awaited)) - move.least) < 0 && !failed;)
         if (!goes_on(head, &rounds, &start))
             return MISSED;
     if (failed)
