@@ -74,7 +74,7 @@ use engine::Engine;
 use graph::within_capture;
 pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
-pub use inbox::{Inbox, PeerInbox};
+pub use inbox::{FreePlaces, Inbox, PeerInbox};
 pub use op::Cond;
 pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 pub use order::{StreamOrder, Ticket};

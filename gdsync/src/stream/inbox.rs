@@ -11,11 +11,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use super::peer::{PeerCopy, Side, Slot, part};
-use super::{Batch, Cond, Op, PeerSignal};
+use super::peer::{aligned, part, within};
+use super::{Batch, Cond, Op};
 use gdsync_device::cuda::Gpu;
+use gdsync_device::cuda::kernel_exec::{KernelOp, Program};
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, PeerMemory, Place, Word64};
+use gdsync_device::memory::{Memory, PeerMemory, Word64};
 
 /// Places up to this length have lines for all of it; longer ones for [`SHORT`] bytes, which one block takes.
 const LONG: usize = 256 << 10;
@@ -124,13 +125,99 @@ impl Inbox {
             _ => Ok(()),
         }
     }
+}
 
-    /// The word of a message and the value that it reaches, the address of the place, and the bytes of its lines.
-    pub(super) fn find(&self, number: u64, gpu: &Gpu) -> Result<(Place, u64, u64, u64)> {
-        let index = place(number, self.places.len());
-        let (place, len) = &self.places[index];
-        let at = self.words[index].memory().place(gpu)?;
-        Ok((at, word(number, 0), place.gpu_addr(gpu)?, lines_of(*len) as u64))
+/// An [`Inbox`], and the word of the peer's GPU that tells of its free places.
+#[derive(Debug)]
+pub struct FreePlaces {
+    inbox: Arc<Inbox>,
+    to: PeerMemory,
+    offset: usize,
+}
+
+impl FreePlaces {
+    /// With the word at `offset` in memory of the peer.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn new(inbox: &Arc<Inbox>, to: PeerMemory, offset: usize) -> Result<Arc<Self>> {
+        within(&to, offset, 8)?;
+        Ok(Arc::new(Self { inbox: inbox.clone(), to, offset }))
+    }
+}
+
+/// What a stream does for the message of a number.
+#[derive(Clone)]
+pub(crate) enum Message {
+    /// Sends what is in this memory, if anything.
+    Out(Arc<PeerInbox>, u64, Option<Memory>),
+    Free(Arc<FreePlaces>, u64),
+    Take(Arc<Inbox>, u64),
+}
+
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Out(_, number, from) => write!(f, "SEND message {number} <- {from:?}"),
+            Self::Free(_, number) => write!(f, "FREE the place of message {number}"),
+            Self::Take(_, number) => write!(f, "TAKE message {number}"),
+        }
+    }
+}
+
+impl Message {
+    /// Whether its memory is mapped for GPUs.
+    pub(super) fn is_found(&self) -> bool {
+        !matches!(self, Self::Out(_, _, Some(from)) if !from.is_known_to_gpus())
+    }
+
+    /// Adds what kernels or memory operations do, where kernels run all `ops` of the stream or make its `copies`.
+    pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, copies: bool, steps: &mut Program) -> Result<()> {
+        let signal = |addr, value| match ops || copies {
+            true => KernelOp::signal64(addr, value, false),
+            false => KernelOp::write64(addr, value),
+        };
+        match self {
+            Self::Out(to, number, from) => {
+                let index = place(*number, to.places.len());
+                let (into, len) = (&to.places[index], from.as_ref().map_or(0, Memory::len));
+                let told = aligned(to.memory.gpu_addr(gpu, to.start + to.slots[index], 8)?)?;
+                let value = word(*number, u32::try_from(len).unwrap_or(u32::MAX));
+                let into_at = into.gpu_addr(gpu, 0, len)?;
+                let from = from.as_ref().map_or(Ok(told), |from| from.gpu_addr(gpu))?;
+                if ops && copies && len <= lines_of(into.len()) {
+                    let wait = KernelOp::wait64(to.free.memory().place(gpu)?, free(*number), Cond::Geq);
+                    let into_at = if len == 0 { told } else { into_at };
+                    steps.extend_from_slice(&KernelOp::pack(
+                        wait,
+                        (told, into_at),
+                        (from, len as u64),
+                        value,
+                    ));
+                    return Ok(());
+                }
+                if len > 0 {
+                    steps.extend_from_slice(&KernelOp::copy(into_at, from, len as u64));
+                }
+                steps.push(signal(told, value));
+            }
+            Self::Free(places, number) => {
+                let FreePlaces { inbox, to, offset } = &**places;
+                let by_kernel =
+                    if copies { inbox.free_by_kernel() } else { inbox.free_by_engine().map(|()| false)? };
+                let addr = aligned(to.gpu_addr(gpu, *offset, 8)?)?;
+                steps.push(signal(addr, free(*number) | u64::from(by_kernel)));
+            }
+            Self::Take(inbox, number) if copies => {
+                let index = place(*number, inbox.places.len());
+                let (into, len) = &inbox.places[index];
+                let at = inbox.words[index].memory().place(gpu)?;
+                let wait = KernelOp::wait64(at, word(*number, 0), Cond::Geq);
+                steps.extend_from_slice(&KernelOp::take(wait, into.gpu_addr(gpu)?, lines_of(*len) as u64));
+            }
+            Self::Take(inbox, _) => inbox.free_by_engine()?,
+        }
+        Ok(())
     }
 }
 
@@ -173,49 +260,28 @@ impl Batch {
         range: Range<usize>,
     ) -> Result<()> {
         let (from, len) = part(from, range)?;
-        let index = place(number, to.places.len());
-        let place = to.places.get(index).filter(|place| len <= place.len()).ok_or(Error::OutOfBounds {
-            offset: 0,
-            len,
-            size: to.places.get(index).map_or(0, PeerMemory::len),
-        })?;
+        match to.places.get(place(number, to.places.len())) {
+            Some(place) if len <= place.len() => {}
+            place => {
+                let size = place.map_or(0, PeerMemory::len);
+                return Err(Error::OutOfBounds { offset: 0, len, size });
+            }
+        }
         self.wait_for_message(&to.free, free(number));
-        let value = word(number, u32::try_from(len).unwrap_or(u32::MAX));
-        let offset = to.start + to.slots[index];
-        let signal = Some(PeerSignal { to: to.memory.clone(), offset, value, add: false });
-        let copy = (len > 0).then(|| (Side::Own(from), Side::Peer(place.clone(), 0), len));
-        let slot = match len <= lines_of(place.len()) {
-            true => Slot::Out { free: to.free.clone(), number: free(number) },
-            false => Slot::None,
-        };
-        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy, signal, slot })));
+        self.ops.push(Op::Message(Message::Out(to.clone(), number, (len > 0).then_some(from))));
         Ok(())
     }
 
-    /// Tells the peer in a word of its GPU that the place of message `number` is free. One operation.
-    ///
-    /// # Errors
-    /// As [`Batch::signal_peer`].
-    pub fn free_in_inbox(
-        &mut self,
-        inbox: &Arc<Inbox>,
-        number: u64,
-        to: &PeerMemory,
-        offset: usize,
-    ) -> Result<()> {
-        let signal = PeerSignal { to: to.clone(), offset, value: free(number), add: false };
-        signal.check()?;
-        let slot = Slot::Free(inbox.clone());
-        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: Some(signal), slot })));
-        Ok(())
+    /// Tells the peer that the place of message `number` is free. One operation.
+    pub fn free_in_inbox(&mut self, places: &Arc<FreePlaces>, number: u64) {
+        self.ops.push(Op::Message(Message::Free(places.clone(), number)));
     }
 
     /// Waits until message `number` of the peer is in its place. Two operations.
     pub fn take_from_inbox(&mut self, inbox: &Arc<Inbox>, number: u64) {
         let word_of = &inbox.words[place(number, inbox.places.len())];
         self.wait_for_message(word_of, word(number, 0));
-        let slot = Slot::Take(inbox.clone(), number);
-        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: None, slot })));
+        self.ops.push(Op::Message(Message::Take(inbox.clone(), number)));
     }
 
     /// The wait of the message that follows.

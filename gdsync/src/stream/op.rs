@@ -8,6 +8,7 @@ use std::{fmt, iter};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
+use super::inbox::Message;
 use super::peer::PeerCopy;
 use super::place::Placing;
 use crate::verbs::end::QueueEnd;
@@ -87,6 +88,8 @@ pub(crate) enum Op {
     Barrier,
     /// Copies between GPUs, and signals: see [`PeerCopy`].
     Peer(Arc<PeerCopy>),
+    /// See [`Message`].
+    Message(Message),
     /// Puts the payload of the send that follows into its receive: see [`Placing`]. A CPU leaves that to the device.
     Place(Arc<Placing>),
     /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to later operations.
@@ -106,6 +109,7 @@ impl Op {
             }
             Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
             Self::Peer(copy) => copy.is_found(),
+            Self::Message(message) => message.is_found(),
             Self::Place(placing) => placing.is_found(),
             Self::Barrier | Self::Flush | Self::HostFn(_) => true,
         }
@@ -169,7 +173,7 @@ impl Op {
     /// Refuses what a CPU cannot run, too.
     pub(super) fn check_on_cpu(&self) -> Result<()> {
         match self {
-            Op::Peer(_) => Err(Error::Unsupported {
+            Op::Peer(_) | Op::Message(_) => Err(Error::Unsupported {
                 what: "a copy to or from memory of a peer",
                 by: "streams that a CPU runs",
                 fix: "submit it to a stream of a GPU",
@@ -196,6 +200,7 @@ impl Op {
             }
             Op::Await(source, n) => Op::Await(source.clone(), *n),
             Op::Peer(copy) => Op::Peer(copy.clone()),
+            Op::Message(message) => Op::Message(message.clone()),
             Op::Place(placing) => Op::Place(placing.clone()),
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
@@ -212,6 +217,7 @@ impl fmt::Debug for Op {
             Op::Wait32 { at, value, cond, .. } => write!(f, "WAIT32 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Wait64 { at, value, cond, .. } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Peer(copy) => write!(f, "{copy:?}"),
+            Op::Message(message) => write!(f, "{message:?}"),
             Op::Place(placing) => write!(f, "{placing:?}"),
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),

@@ -9,13 +9,12 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::inbox::Inbox;
 use super::op::Op;
-use super::{Batch, Cond, StateGuard, Stream};
+use super::{Batch, StateGuard, Stream};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::cuda::kernel_exec::KernelOp;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, PeerMemory, Word64};
+use gdsync_device::memory::{Memory, PeerMemory};
 
 /// A 64-bit word of a peer that a stream writes or adds to, behind the data that it has put there.
 #[derive(Clone, Debug)]
@@ -32,7 +31,7 @@ pub struct PeerSignal {
 }
 
 impl PeerSignal {
-    pub(super) fn check(&self) -> Result<()> {
+    fn check(&self) -> Result<()> {
         within(&self.to, self.offset, 8)?;
         if self.add && !self.to.can_add() {
             return Err(Error::Unsupported {
@@ -48,28 +47,12 @@ impl PeerSignal {
 /// A copy, a signal, or a copy with a signal behind it.
 pub(crate) struct PeerCopy {
     /// Source, destination and length.
-    pub(super) copy: Option<(Side, Side, usize)>,
-    pub(super) signal: Option<PeerSignal>,
-    pub(super) slot: Slot,
-}
-
-/// What it does with a slot of an [`Inbox`].
-pub(super) enum Slot {
-    None,
-    /// It is a message that goes into the lines of the slot at the signal, once this word has this value, if it says that the receiver
-    /// takes it from there.
-    Out {
-        free: Word64,
-        number: u64,
-    },
-    /// The signal frees a place.
-    Free(Arc<Inbox>),
-    /// It takes the message of this number.
-    Take(Arc<Inbox>, u64),
+    copy: Option<(Side, Side, usize)>,
+    signal: Option<PeerSignal>,
 }
 
 /// One end of a copy.
-pub(super) enum Side {
+enum Side {
     Own(Memory),
     /// Memory of a peer, from an offset on.
     Peer(PeerMemory, usize),
@@ -115,9 +98,6 @@ impl fmt::Debug for PeerCopy {
         if let Some((from, to, len)) = &self.copy {
             write!(f, "COPY {to:?} <- {from:?} {len} B")?;
         }
-        if let Slot::Take(_, number) = &self.slot {
-            write!(f, "TAKE message {number}")?;
-        }
         let Some(PeerSignal { offset, value, add, .. }) = &self.signal else { return Ok(()) };
         write!(f, "SIGNAL [peer + {offset:#x}] {} {value:#x}", if *add { "+=" } else { "<-" })
     }
@@ -133,47 +113,16 @@ impl PeerCopy {
         self.copy.iter().all(|(from, to, _)| is_known(from) && is_known(to))
     }
 
-    /// What the kernels of `gpu` do, if they run all operations of the stream, or make its copies.
-    pub(super) fn steps(&self, gpu: &Gpu, ops: bool, copies: bool) -> Result<Steps> {
+    /// What the kernels of `gpu` do.
+    pub(super) fn steps(&self, gpu: &Gpu) -> Result<Steps> {
         let mut steps = Steps::new();
-        if !copies {
-            self.check_by_engine()?;
-        }
-        let (copy, mut signal) = (self.copy(gpu)?, self.signal(gpu)?);
-        match (&self.slot, &mut signal) {
-            (Slot::Out { free, number }, Some(signal)) if ops && copies => {
-                let (place, from, len) = copy.unwrap_or((signal.addr, signal.addr, 0));
-                let wait = KernelOp::wait64(free.memory().place(gpu)?, *number, Cond::Geq);
-                let message = KernelOp::pack(wait, (signal.addr, place), (from, len as u64), signal.value);
-                steps.extend_from_slice(&message);
-                return Ok(steps);
-            }
-            (Slot::Free(inbox), Some(signal)) if copies => signal.value |= u64::from(inbox.free_by_kernel()),
-            (Slot::Take(inbox, number), _) if copies => {
-                let (word, value, place, room) = inbox.find(*number, gpu)?;
-                steps.extend_from_slice(&KernelOp::take(
-                    KernelOp::wait64(word, value, Cond::Geq),
-                    place,
-                    room,
-                ));
-            }
-            _ => {}
-        }
-        if let Some((to, from, len)) = copy {
+        if let Some((to, from, len)) = self.copy(gpu)? {
             steps.extend_from_slice(&KernelOp::copy(to, from, len as u64));
         }
-        if let Some(signal) = signal {
+        if let Some(signal) = self.signal(gpu)? {
             steps.push(signal.step());
         }
         Ok(steps)
-    }
-
-    /// Refuses what only kernels do.
-    pub(super) fn check_by_engine(&self) -> Result<()> {
-        match &self.slot {
-            Slot::Free(inbox) | Slot::Take(inbox, _) => inbox.free_by_engine(),
-            Slot::None | Slot::Out { .. } => Ok(()),
-        }
     }
 
     /// The addresses of destination and source for `gpu`, and the length.
@@ -186,11 +135,8 @@ impl PeerCopy {
     /// The signal, at the address for `gpu`.
     pub(super) fn signal(&self, gpu: &Gpu) -> Result<Option<Signal>> {
         let Some(PeerSignal { to, offset, value, add }) = &self.signal else { return Ok(None) };
-        let addr = to.gpu_addr(gpu, *offset, 8)?;
-        match addr.is_multiple_of(8) {
-            true => Ok(Some(Signal { addr, value: *value, add: *add })),
-            false => Err(Error::invalid("signal of a peer", format!("{addr:#x}"), "an aligned 64-bit word")),
-        }
+        let addr = aligned(to.gpu_addr(gpu, *offset, 8)?)?;
+        Ok(Some(Signal { addr, value: *value, add: *add }))
     }
 }
 
@@ -241,7 +187,7 @@ impl Batch {
     /// As [`Batch::put_peer`].
     pub fn signal_peer(&mut self, signal: PeerSignal) -> Result<()> {
         signal.check()?;
-        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: Some(signal), slot: Slot::None })));
+        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: Some(signal) })));
         Ok(())
     }
 
@@ -249,7 +195,7 @@ impl Batch {
         signal.as_ref().map_or(Ok(()), PeerSignal::check)?;
         let copy = (len > 0).then_some((from, to, len));
         if copy.is_some() || signal.is_some() {
-            self.ops.push(Op::Peer(Arc::new(PeerCopy { copy, signal, slot: Slot::None })));
+            self.ops.push(Op::Peer(Arc::new(PeerCopy { copy, signal })));
         }
         Ok(())
     }
@@ -304,8 +250,16 @@ pub(super) fn part(memory: &Memory, range: Range<usize>) -> Result<(Memory, usiz
     Ok((part, len))
 }
 
+/// The address of a word, which has to be aligned.
+pub(super) fn aligned(addr: u64) -> Result<u64> {
+    match addr.is_multiple_of(8) {
+        true => Ok(addr),
+        false => Err(Error::invalid("signal of a peer", format!("{addr:#x}"), "an aligned 64-bit word")),
+    }
+}
+
 /// Checks a range of memory of a peer.
-fn within(memory: &PeerMemory, offset: usize, len: usize) -> Result<()> {
+pub(super) fn within(memory: &PeerMemory, offset: usize, len: usize) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= memory.len() => Ok(()),
         _ => Err(Error::OutOfBounds { offset, len, size: memory.len() }),

@@ -282,7 +282,7 @@ fn steps_send_and_take_messages() {
         let steps = stream.record_steps(|stream| {
             (1..).zip(LENGTHS).try_for_each(|(n, len)| {
                 let mut batch = Batch::new();
-                batch.free_in_inbox(&ends.inbox, n, &ends.free, 0)?;
+                batch.free_in_inbox(&ends.free, n);
                 batch.send_to_inbox(&ends.to, n, &from, 0..len)?;
                 batch.take_from_inbox(&ends.inbox, n);
                 stream.submit(&mut batch)

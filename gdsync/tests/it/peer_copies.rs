@@ -9,7 +9,7 @@ use std::time::Duration;
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
-use gdsync::stream::{Batch, Cond, CudaStreamConfig, Inbox, PeerInbox, PeerSignal, Stream, Via};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, FreePlaces, Inbox, PeerInbox, PeerSignal, Stream, Via};
 use gdsync_testkit::driver::Control;
 
 use crate::child::own_process;
@@ -183,7 +183,7 @@ pub(crate) struct Slots {
     pub(crate) places: Memory,
     pub(crate) ranges: Vec<Range<usize>>,
     pub(crate) to: Arc<PeerInbox>,
-    pub(crate) free: PeerMemory,
+    pub(crate) free: Arc<FreePlaces>,
 }
 
 impl Slots {
@@ -210,7 +210,8 @@ impl Slots {
         let free = zeros(from, 64);
         let to = of_places.iter().map(|place| open(place, from)).collect();
         let to = PeerInbox::new(open(&slots, from), 0, to, free.word64(0).unwrap()).unwrap();
-        Self { inbox, slots, places, ranges, to, free: open(&free, on) }
+        let free = FreePlaces::new(&inbox, open(&free, on), 0).unwrap();
+        Self { inbox, slots, places, ranges, to, free }
     }
 }
 
@@ -229,7 +230,7 @@ fn messages_come_whole_through_slots() {
             let len = [place.len(), 0, place.len() / 2, 9, 1][n % 5].min(place.len());
             let [mut sends, mut takes] = [Batch::new(), Batch::new()];
             assert_eq!(ends.inbox.len_of(n as u64), None);
-            takes.free_in_inbox(&ends.inbox, n as u64, &ends.free, 0).unwrap();
+            takes.free_in_inbox(&ends.free, n as u64);
             takes.take_from_inbox(&ends.inbox, n as u64);
             sends.send_to_inbox(&ends.to, n as u64, &from, start..start + len).unwrap();
             streams[0].submit(&mut sends).unwrap();
@@ -253,7 +254,7 @@ fn messages_that_cannot_be_taken_are_errors() {
     let (by_kernel, by_engine) =
         (stream_on(&b, WAYS[0], Duration::from_millis(50)), stream_on(&b, NO_KERNEL, PATIENCE));
     let (mut free, mut take) = (Batch::new(), Batch::new());
-    free.free_in_inbox(&ends.inbox, 1, &ends.free, 0).unwrap();
+    free.free_in_inbox(&ends.free, 1);
     by_kernel.submit(&mut free).unwrap();
     take.take_from_inbox(&ends.inbox, 1);
     let refused = by_engine.submit(&mut take).unwrap_err();

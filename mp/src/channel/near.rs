@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use gdsync::cuda::{Flush, Gpu};
 use gdsync::memory::{Memory, PeerMemory};
-use gdsync::stream::{Batch, Inbox, PeerInbox, StreamOrder, Ticket};
+use gdsync::stream::{Batch, FreePlaces, Inbox, PeerInbox, StreamOrder, Ticket};
 use gdsync::verbs::Qp;
 
 use crate::communicator::Communicator;
@@ -148,14 +148,17 @@ impl Own {
             reached => Way::Queue(reached.err().unwrap_or_else(other)),
         };
         let receives = match reached.into {
-            Ok(words_there) if theirs.out => Way::Into(Into {
-                inbox: Inbox::new(&words.slice(SLOTS, words.len() - SLOTS)?, &self.places)?,
-                words: words_there,
-                room: self.places.iter().map(|(_, range)| range.len()).max().unwrap_or(0),
-                posts: StreamOrder::new(into),
-                waits: StreamOrder::new(into),
-                needs_flush: words.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded),
-            }),
+            Ok(words_there) if theirs.out => {
+                let inbox = Inbox::new(&words.slice(SLOTS, words.len() - SLOTS)?, &self.places)?;
+                Way::Into(Into {
+                    free: FreePlaces::new(&inbox, words_there, 0)?,
+                    inbox,
+                    room: self.places.iter().map(|(_, range)| range.len()).max().unwrap_or(0),
+                    posts: StreamOrder::new(into),
+                    waits: StreamOrder::new(into),
+                    needs_flush: words.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded),
+                })
+            }
             reached => Way::Queue(reached.err().unwrap_or_else(other)),
         };
         if ours.out || ours.into {
@@ -233,7 +236,7 @@ pub(super) struct Out {
 #[derive(Debug)]
 pub(super) struct Into {
     inbox: Arc<Inbox>,
-    words: PeerMemory,
+    free: Arc<FreePlaces>,
     /// Bytes of the largest place.
     pub(super) room: usize,
     posts: StreamOrder,
@@ -277,8 +280,11 @@ impl Into {
 
     /// Tells that the next place is free.
     pub(super) fn post(&self, batch: &mut Batch) {
-        let (inbox, words) = (self.inbox.clone(), self.words.clone());
-        _ = batch.number(&self.posts, 1, move |number, batch| batch.free_in_inbox(&inbox, number, &words, 0));
+        let free = self.free.clone();
+        _ = batch.number(&self.posts, 1, move |number, batch| {
+            batch.free_in_inbox(&free, number);
+            Ok(())
+        });
     }
 
     /// Waits for the next message.

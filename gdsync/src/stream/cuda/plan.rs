@@ -300,7 +300,7 @@ impl Calls {
             add_steps(gpu, op, self.by_kernel, &mut steps)?;
             let is_anew = anew.get(place) == Some(&true);
             match op {
-                Op::Trigger(..) | Op::Peer(_) | Op::Place(_) if steps.is_empty() => {}
+                Op::Trigger(..) | Op::Peer(_) | Op::Message(_) | Op::Place(_) if steps.is_empty() => {}
                 Op::Await(..) => {
                     self.pass(&mut indices);
                     let [wait, index] = [steps[0], steps[1]];
@@ -324,8 +324,8 @@ impl Calls {
                 Op::Trigger(..) | Op::Write32 { .. } | Op::PostRecv { .. } | Op::Write64 { .. } => {
                     self.put(&steps)
                 }
-                Op::Peer(_) if !self.by_kernel.copies => self.put_engine_copy(&steps),
-                Op::Peer(_) | Op::Place(_) => self.put_copy(&steps),
+                Op::Peer(_) | Op::Message(_) if !self.by_kernel.copies => self.put_engine_copy(&steps),
+                Op::Peer(_) | Op::Message(_) | Op::Place(_) => self.put_copy(&steps),
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),
@@ -391,10 +391,10 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
             steps.push(KernelOp::wait64(word(gpu, op, at.memory())?, value, cond));
         }
         Op::Peer(ref copy) if by_kernel.ops || by_kernel.copies => {
-            steps.extend_from_slice(&copy.steps(gpu, by_kernel.ops, by_kernel.copies)?);
+            steps.extend_from_slice(&copy.steps(gpu)?);
         }
+        Op::Message(ref message) => message.add_steps(gpu, by_kernel.ops, by_kernel.copies, steps)?,
         Op::Peer(ref copy) => {
-            copy.check_by_engine()?;
             if let Some((to, from, len)) = copy.copy(gpu)? {
                 steps.extend_from_slice(&KernelOp::copy(to, from, len as u64));
             }
@@ -548,7 +548,7 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
-    use crate::stream::{Batch, Cond, Inbox, Ops, PeerInbox};
+    use crate::stream::{Batch, Cond, FreePlaces, Inbox, Ops, PeerInbox};
     use gdsync_device::memory::PeerMemory;
 
     const KERNELS: ByKernel = ByKernel { ops: true, copies: true };
@@ -650,7 +650,8 @@ mod tests {
             let len = if n % 2 == 1 { 100 } else { 100_000 };
             batch.send_to_inbox(&to, n, &memory, 0..len).unwrap();
         };
-        let free = |batch: &mut Batch, n| batch.free_in_inbox(&inbox, n, &peer, 0).unwrap();
+        let places = FreePlaces::new(&inbox, peer.clone(), 0).unwrap();
+        let free = |batch: &mut Batch, n| batch.free_in_inbox(&places, n);
         let short = |batch: &mut Batch| {
             send(batch, 1);
             free(batch, 1);
