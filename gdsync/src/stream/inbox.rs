@@ -260,14 +260,11 @@ impl Batch {
         range: Range<usize>,
     ) -> Result<()> {
         let (from, len) = part(from, range)?;
-        match to.places.get(place(number, to.places.len())) {
-            Some(place) if len <= place.len() => {}
-            place => {
-                let size = place.map_or(0, PeerMemory::len);
-                return Err(Error::OutOfBounds { offset: 0, len, size });
-            }
+        let room = to.places.get(place(number, to.places.len())).map_or(0, PeerMemory::len);
+        if len > room || to.places.is_empty() {
+            return Err(Error::OutOfBounds { offset: 0, len, size: room });
         }
-        self.wait_for_message(&to.free, free(number));
+        self.wait_for_message(&to.free, free(number), len <= lines_of(room));
         self.ops.push(Op::Message(Message::Out(to.clone(), number, (len > 0).then_some(from))));
         Ok(())
     }
@@ -280,12 +277,12 @@ impl Batch {
     /// Waits until message `number` of the peer is in its place. Two operations.
     pub fn take_from_inbox(&mut self, inbox: &Arc<Inbox>, number: u64) {
         let word_of = &inbox.words[place(number, inbox.places.len())];
-        self.wait_for_message(word_of, word(number, 0));
+        self.wait_for_message(word_of, word(number, 0), true);
         self.ops.push(Op::Message(Message::Take(inbox.clone(), number)));
     }
 
-    /// The wait of the message that follows.
-    fn wait_for_message(&mut self, at: &Word64, value: u64) {
-        self.ops.push(Op::Wait64 { at: at.clone(), value, cond: Cond::Geq, of: None, by_next: true });
+    /// The wait of the message that follows, which does it by itself if it is in lines.
+    fn wait_for_message(&mut self, at: &Word64, value: u64, by_next: bool) {
+        self.ops.push(Op::Wait64 { at: at.clone(), value, cond: Cond::Geq, of: None, by_next });
     }
 }

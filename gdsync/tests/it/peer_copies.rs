@@ -13,7 +13,7 @@ use gdsync::stream::{Batch, Cond, CudaStreamConfig, FreePlaces, Inbox, PeerInbox
 use gdsync_testkit::driver::Control;
 
 use crate::child::own_process;
-use crate::common::{PATIENCE, pattern, stream, tier};
+use crate::common::{PATIENCE, pattern, stream, tier, until};
 use crate::place::{places, shared};
 
 /// Lengths of one block and of several, in which 16 bytes go up or not.
@@ -223,17 +223,25 @@ fn messages_come_whole_through_slots() {
     for (send, take) in WAYS.into_iter().flat_map(|send| WAYS.map(|take| (send, take))) {
         let ends = Slots::new(&a, &b, &[1, 100, 8_192, 40_000, 262_144, 300_001]);
         let streams = [stream_on(&a, send, PATIENCE), stream_on(&b, take, PATIENCE)];
+        let started = Memory::alloc(8).unwrap().word64(0).unwrap();
         let mut image = vec![0; ROOM];
         for n in 1..=60 {
             let place = ends.ranges[(n - 1) % ends.ranges.len()].clone();
             let start = n % 9 * (n % 2);
             let len = [place.len(), 0, place.len() / 2, 9, 1][n % 5].min(place.len());
             let [mut sends, mut takes] = [Batch::new(), Batch::new()];
+            sends.write_value64(&started, n as u64);
+            sends.send_to_inbox(&ends.to, n as u64, &from, start..start + len).unwrap();
+            streams[0].submit(&mut sends).unwrap();
+            if n <= ends.ranges.len() || n == 12 {
+                // Nothing leaves before the place is free.
+                until(|| started.load() == n as u64);
+                std::thread::sleep(Duration::from_millis(3));
+                assert!(ends.places.to_vec() == image, "message {n}, {send:?} to {take:?}");
+            }
             assert_eq!(ends.inbox.len_of(n as u64), None);
             takes.free_in_inbox(&ends.free, n as u64);
             takes.take_from_inbox(&ends.inbox, n as u64);
-            sends.send_to_inbox(&ends.to, n as u64, &from, start..start + len).unwrap();
-            streams[0].submit(&mut sends).unwrap();
             streams[1].submit(&mut takes).unwrap();
             streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
             image[place.start..place.start + len].copy_from_slice(&bytes[start..start + len]);

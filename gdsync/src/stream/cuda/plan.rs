@@ -126,7 +126,7 @@ const SLACK: usize = 8;
 /// Whether a kernel may run both programs, one after the other, by the rules for a batch.
 pub(super) fn may_join(ops: &Program, next: &Program) -> bool {
     ops.len() + next.len() + SLACK <= kernel_exec::LARGE
-        && may_follow(ops, Kinds::of(ops), next)
+        && Kinds::of(ops).may_precede(Kinds::of(next), ops.is_empty())
         && runs_by_kernel(next, true)
 }
 
@@ -139,13 +139,18 @@ struct Kinds {
     message: bool,
     /// What the kernels for messages do not do.
     foreign: bool,
+    /// A copy or message by several blocks, and by too many to wait.
+    wide: bool,
+    widest: bool,
 }
 
 impl Kinds {
     fn of(ops: &[KernelOp]) -> Self {
-        ops.iter().fold(Self::default(), Self::with)
+        let (own, grid) = (ops.iter().fold(Self::default(), Self::with), Grid::of(ops));
+        Self { wide: grid.blocks > 1, widest: !grid.may_wait(), ..own }
     }
 
+    /// With an operation that is no copy or message.
     #[inline]
     fn with(self, op: &KernelOp) -> Self {
         Self {
@@ -154,19 +159,31 @@ impl Kinds {
             wait: self.wait | op.is_wait(),
             message: self.message | op.is_message(),
             foreign: self.foreign | !op.goes_with_messages(),
+            ..self
         }
     }
-}
 
-/// Whether the same kernel may run `next` behind `ops`.
-fn may_follow(ops: &[KernelOp], kinds: Kinds, next: &[KernelOp]) -> bool {
-    let (grid, other) = (Grid::of(next), Kinds::of(next));
-    let has_message = kinds.message || other.message;
-    let is_message_alone = Grid::of(ops).blocks > 1 && other.message || grid.blocks > 1 && !ops.is_empty();
-    !(kinds.flush
-        || grid.blocks > 1 && kinds.copy
-        || !grid.may_wait() && kinds.wait
-        || has_message && (kinds.foreign || other.foreign || is_message_alone))
+    #[inline]
+    fn and(self, next: Self) -> Self {
+        Self {
+            flush: self.flush | next.flush,
+            copy: self.copy | next.copy,
+            wait: self.wait | next.wait,
+            message: self.message | next.message,
+            foreign: self.foreign | next.foreign,
+            wide: self.wide | next.wide,
+            widest: self.widest | next.widest,
+        }
+    }
+
+    /// Whether the same kernel may run `next` behind it. A message by several blocks is the only one, and the first.
+    #[inline]
+    fn may_precede(self, next: Self, is_empty: bool) -> bool {
+        let with_messages =
+            !(self.foreign || next.foreign) && !(self.wide && next.message || next.wide && !is_empty);
+        let has_messages = self.message || next.message;
+        !(self.flush || next.wide && self.copy || next.widest && self.wait || has_messages && !with_messages)
+    }
 }
 
 /// Deferred consumer indices, and their slots if they have any.
@@ -213,14 +230,15 @@ impl Calls {
     /// several blocks, and many do not wait for what is before it, as they hold multiprocessors meanwhile.
     fn put_copy(&mut self, steps: &[KernelOp]) {
         self.flush_barrier();
+        let kinds = Kinds::of(steps);
         let may_follow = match self.by_kernel.ops {
-            true => self.is_step() || may_follow(&self.last, self.kinds, steps),
+            true => self.is_step() || self.kinds.may_precede(kinds, self.last.is_empty()),
             false => self.last.is_empty(),
         };
         if !may_follow || self.last.len() + steps.len() + 1 > self.max {
             self.end();
         }
-        self.kinds = steps.iter().fold(self.kinds, Kinds::with);
+        self.kinds = self.kinds.and(kinds);
         self.last.extend_from_slice(steps);
         self.is_last_by_kernel = !self.by_kernel.ops;
     }
