@@ -452,7 +452,7 @@ static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 faile
         if (!goes_on(head, &rounds, &start))
             return MISSED;
     if (failed)
-        return DONE;
+        return MISSED;
     if (!(word & IN_LINES)) {
         const Outcome outcome = direct(head, move.awaited);
         if (outcome == DIRECT)
@@ -488,7 +488,7 @@ static __device__ __forceinline__ Outcome take_share(const Head &head, u32 faile
                          : "l"(move.from + LINES + 16 * i)
                          : "memory");
         if (failed)
-            return DONE;
+            return MISSED;
         if (!flag && (long long)(word - move.least) >= 0) {
             if (!(word & IN_LINES))
                 return direct(head, move.from);
@@ -544,10 +544,6 @@ static __device__ __forceinline__ Coming fetch(const Op *at)
     const u64 from = (u64)at;
     return Coming{load_64(from), load_64(from + 8), load_64(from + 16)};
 }
-
-} // namespace detail
-
-namespace detail {
 
 // A move that a block makes within a step is left; in place of a `Result`.
 enum : int { MOVING = -1 };

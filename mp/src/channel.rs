@@ -100,8 +100,8 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// What differs: all streams of such a direction are of that GPU. Host streams are refused ([`gdsync::Error::Unsupported`]): the CPU does
 /// not reach the other rank's GPU memory, and a copy by CUDA may block its thread as long as other streams wait. Use
 /// [`NearPath::Queues`](crate::NearPath::Queues) for these.
-/// Streams with the same [`copies`](gdsync::stream::CudaStreamConfig::copies), kernels or the copy engine, receive all messages of a
-/// channel. A message says nothing of what its stream put into windows before: use [`Signal`](crate::Signal) for that.
+/// Streams with the same [`CudaStreamConfig`](gdsync::stream::CudaStreamConfig) receive all messages of a channel: only kernels take
+/// them to the places; to streams of memory operations they go into the places at once. A message says nothing of what its stream put into windows before: use [`Signal`](crate::Signal) for that.
 /// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
 /// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
 /// a stream may still copy after its failure. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)
@@ -367,7 +367,7 @@ impl Channel {
     }
 
     /// Adds a message to a batch: the stream sends it when the other rank's stream has freed the place for it, with what the buffer
-    /// holds then. [`Communicator::wait_in_batch`] for the returned request holds the stream until the buffer may be written again.
+    /// holds when the stream gets there. [`Communicator::wait_in_batch`] for the returned request holds the stream until the buffer may be written again.
     ///
     /// A dropped batch takes the message back; drop the newest first. The request of a capture is void. All messages of a channel in
     /// one direction are in one stream at a time.

@@ -100,8 +100,11 @@ impl Rig<'_> {
 pub(super) trait Way {
     fn name(&self) -> String;
 
-    /// The address of what is sent; behind it, and as long as [`Rig::room`], is what is received.
+    /// The address of what is sent.
     fn buffer(&self) -> u64;
+
+    /// The address of what is received.
+    fn received(&self) -> u64;
 
     /// Puts message `n` of so many bytes on the stream. No two in a row have the same number.
     fn send(&self, bytes: usize, n: u64) -> Result<()>;
@@ -220,6 +223,10 @@ impl Way for Ours<'_> {
         self.buffer.memory().addr() + WORDS as u64
     }
 
+    fn received(&self) -> u64 {
+        self.buffer() + self.rig.room as u64
+    }
+
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
         let (batch, buffer, from) = (&mut *self.batch.borrow_mut(), &self.buffer, WORDS..WORDS + bytes);
         let (rig, peer) = (self.rig, self.rig.peer());
@@ -272,7 +279,6 @@ impl Options {
         let kernels = app.kernels.as_ref().ok_or("no kernels")?;
         let (works, ahead) = (self.kernel_us > 0, self.ahead);
         let rig = Rig { comm: &comm, app: &app, kernels, room: usize::try_from(room)?, works, ahead };
-        let ours = Ours::all(rig)?;
         let mut note = placed.describe(&comm)?.to_string();
         let mut foreign: Vec<Box<dyn Way + '_>> = Vec::new();
         let mut add = |name, opened: Result<(String, Vec<Box<dyn Way>>)>| -> Result<()> {
@@ -290,26 +296,30 @@ impl Options {
         };
         add("nccl", nccl::open(&self.nccl, rig))?;
         add("nvshmem", nvshmem::open(&self.nvshmem, rig))?;
-        let ways: Vec<&dyn Way> =
-            ours.iter().map(|way| way as &dyn Way).chain(foreign.iter().map(|way| &**way)).collect();
-        for &bytes in &self.sizes {
+        let mut names: Vec<String> = Vec::new();
+        for (at, &bytes) in self.sizes.iter().enumerate() {
             let bytes = usize::try_from(bytes)?.next_multiple_of(8);
-            if sheet.may_start(&comm, size_label(bytes))? {
-                self.of_size(rig, &ways, bytes, &mut sheet)?;
+            if !sheet.may_start(&comm, size_label(bytes))? {
+                continue;
+            }
+            // Places are as long as the messages.
+            let ours = Ours::all(Rig { room: bytes.next_multiple_of(64), ..rig })?;
+            let of_ours = ours.iter().map(|way| way as &dyn Way);
+            let ways: Vec<_> = of_ours.chain(foreign.iter().map(|way| &**way)).collect();
+            self.of_size(rig, &ways, bytes, &mut sheet)?;
+            if at + 1 == self.sizes.len() {
+                // Messages learn of each other's memory as they go.
+                for way in &ours {
+                    note += &format!("\n{}: {}", way.name(), way.path()?);
+                    names.extend(MODES.map(|mode| format!("{}, {mode}", way.name())));
+                }
             }
         }
-        // Messages learn of each other's memory as they go.
-        for way in &ours {
-            note += &format!("\n{}: {}", way.name(), way.path()?);
-        }
         note += &format!("; {} messages came so", comm.device(rig.peer())?.stats().placed);
-        let names: Vec<_> =
-            ours.iter().flat_map(|way| MODES.map(|mode| format!("{}, {mode}", way.name()))).collect();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
         sheet.compare_with_best(HALF_RTT, &names, "best of NCCL and NVSHMEM");
-        drop(ways);
         foreign.iter().try_for_each(|way| way.close())?;
-        drop((ours, foreign));
+        drop(foreign);
         sheet.note = Some(note.clone());
         let options =
             json!({ "sizes": self.sizes, "ahead": self.ahead, "work_us": self.kernel_us, "place": note });
@@ -381,7 +391,7 @@ impl Options {
                     rig.comm.barrier(None)?;
                     let mut came = vec![0; bytes];
                     // SAFETY: device memory of the way, as long as the longest message, which nothing uses now.
-                    unsafe { result::memcpy_dtoh_sync(&mut came, source + rig.room as u64) }?;
+                    unsafe { result::memcpy_dtoh_sync(&mut came, way.received()) }?;
                     let right = gdasync::results::expected(rig.peer(), number).bytes(bytes) == came;
                     sheet.wrong(u64::from(!right));
                 }

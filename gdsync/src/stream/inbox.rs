@@ -1,4 +1,4 @@
-//! Messages between GPUs of a host through slots: a message of up to 256 KiB goes with flags in its data, which no fence has to order.
+//! Messages between GPUs of a host through slots: with flags in their data, which no fence has to order, if there is room for that.
 //!
 //! The receiver has a [`Inbox`] in memory of its GPU, with a slot for each place that messages are for; the peer that sends opens it
 //! ([`PeerInbox`]). The kernel of the sender's stream stores a message into the *lines* of its slot, half data and half flags; that of
@@ -8,8 +8,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use super::peer::{aligned, part, within};
 use super::{Batch, Cond, Op};
@@ -58,15 +57,8 @@ pub struct Inbox {
     words: Vec<Word64>,
     /// With their lengths.
     places: Vec<(Memory, usize)>,
-    /// See [`By`].
-    by: AtomicU8,
-}
-
-/// What the receiver's streams have that freed places: kernels take messages from lines.
-enum By {
-    Nobody = 0,
-    Kernels = 1,
-    CopyEngine = 2,
+    /// Whether kernels take messages from lines, as the stream decides that first frees a place.
+    by_kernels: OnceLock<bool>,
 }
 
 impl fmt::Debug for Inbox {
@@ -84,45 +76,46 @@ impl Inbox {
     /// Slots in memory that is 0, of [`Inbox::bytes`] of the places.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; [`Error::Unsupported`] for memory that the CPU does not reach.
+    /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] for memory that does not begin at a multiple of 16, and without places;
+    /// [`Error::Unsupported`] for memory that the CPU does not reach.
     pub fn new(memory: &Memory, places: &[(Memory, Range<usize>)]) -> Result<Arc<Self>> {
         let slots = slots(places.iter().map(|(_, range)| range.len()));
+        if places.is_empty() {
+            return Err(Error::invalid("places of an inbox", "none", "at least one"));
+        }
+        let (memory, _) = part(memory, 0..slots.last().copied().unwrap_or(0))?;
+        aligned(memory.addr(), 16)?;
         let words = slots.iter().take(places.len()).map(|slot| memory.word64(*slot));
         let words = words.collect::<Result<_>>()?;
         let places =
             places.iter().map(|(memory, range)| part(memory, range.clone())).collect::<Result<_>>()?;
-        Ok(Arc::new(Self { words, places, by: AtomicU8::new(By::Nobody as u8) }))
-    }
-
-    /// How many places it has.
-    pub fn places(&self) -> usize {
-        self.places.len()
+        Ok(Arc::new(Self { words, places, by_kernels: OnceLock::new() }))
     }
 
     /// Bytes of message `number`, unless there is a later one in its place.
     pub fn len_of(&self, number: u64) -> Option<usize> {
-        let came = self.words.get(place(number, self.places.len()))?.load();
+        let index = place(number, self.places.len());
+        let (came, (_, room)) = (self.words.get(index)?.load(), self.places.get(index)?);
         let is_last = came >> 33 == word(number, 0) >> 33;
-        usize::try_from(came >> 1 & u64::from(u32::MAX)).ok().filter(|_| is_last)
+        // The peer wrote it.
+        let len = usize::try_from(came >> 1 & u64::from(u32::MAX)).ok()?.min(*room);
+        is_last.then_some(len)
     }
 
-    /// Whether kernels take messages, if this stream of kernels frees a place.
-    pub(super) fn free_by_kernel(&self) -> bool {
-        let by =
-            self.by.compare_exchange(By::Nobody as u8, By::Kernels as u8, Ordering::SeqCst, Ordering::SeqCst);
-        by.map_or_else(|by| by == By::Kernels as u8, |_| true)
+    /// Whether messages come in lines, if kernels run all of a stream that frees a place.
+    fn free_by_kernels(&self) -> bool {
+        *self.by_kernels.get_or_init(|| true)
     }
 
-    /// For a stream that leaves copies to the copy engine, before it frees a place or waits for a message.
-    pub(super) fn free_by_engine(&self) -> Result<()> {
-        let engine = By::CopyEngine as u8;
-        match self.by.compare_exchange(By::Nobody as u8, engine, Ordering::SeqCst, Ordering::SeqCst) {
-            Err(by) if by != engine => Err(Error::Unsupported {
+    /// For another stream, before it frees a place or waits for a message.
+    fn free_without_lines(&self) -> Result<()> {
+        match self.by_kernels.get_or_init(|| false) {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
                 what: "a message that may be in lines",
-                by: "a stream that leaves copies to the copy engine, after streams with kernels have freed places",
-                fix: "receive all messages on streams with the same CudaStreamConfig::copies",
+                by: "a stream whose kernels do not run all of it, after streams of kernels have freed places",
+                fix: "receive all messages on streams with the same CudaStreamConfig::via and copies",
             }),
-            _ => Ok(()),
         }
     }
 }
@@ -173,6 +166,8 @@ impl Message {
 
     /// Adds what kernels or memory operations do, where kernels run all `ops` of the stream or make its `copies`.
     pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, copies: bool, steps: &mut Program) -> Result<()> {
+        // Only kernels' own deadlines end a wait for lines.
+        let lines = ops && copies;
         let signal = |addr, value| match ops || copies {
             true => KernelOp::signal64(addr, value, false),
             false => KernelOp::write64(addr, value),
@@ -181,11 +176,11 @@ impl Message {
             Self::Out(to, number, from) => {
                 let index = place(*number, to.places.len());
                 let (into, len) = (&to.places[index], from.as_ref().map_or(0, Memory::len));
-                let told = aligned(to.memory.gpu_addr(gpu, to.start + to.slots[index], 8)?)?;
+                let told = aligned(to.memory.gpu_addr(gpu, to.start + to.slots[index], 8)?, 16)?;
                 let value = word(*number, u32::try_from(len).unwrap_or(u32::MAX));
                 let into_at = into.gpu_addr(gpu, 0, len)?;
                 let from = from.as_ref().map_or(Ok(told), |from| from.gpu_addr(gpu))?;
-                if ops && copies && len <= lines_of(into.len()) {
+                if lines && len <= to.lines {
                     let wait = KernelOp::wait64(to.free.memory().place(gpu)?, free(*number), Cond::Geq);
                     let into_at = if len == 0 { told } else { into_at };
                     steps.extend_from_slice(&KernelOp::pack(
@@ -203,19 +198,21 @@ impl Message {
             }
             Self::Free(places, number) => {
                 let FreePlaces { inbox, to, offset } = &**places;
-                let by_kernel =
-                    if copies { inbox.free_by_kernel() } else { inbox.free_by_engine().map(|()| false)? };
-                let addr = aligned(to.gpu_addr(gpu, *offset, 8)?)?;
-                steps.push(signal(addr, free(*number) | u64::from(by_kernel)));
+                let in_lines = lines && inbox.free_by_kernels();
+                if !in_lines {
+                    inbox.free_without_lines()?;
+                }
+                let addr = aligned(to.gpu_addr(gpu, *offset, 8)?, 8)?;
+                steps.push(signal(addr, free(*number) | u64::from(in_lines)));
             }
-            Self::Take(inbox, number) if copies => {
+            Self::Take(inbox, number) if lines => {
                 let index = place(*number, inbox.places.len());
                 let (into, len) = &inbox.places[index];
                 let at = inbox.words[index].memory().place(gpu)?;
                 let wait = KernelOp::wait64(at, word(*number, 0), Cond::Geq);
                 steps.extend_from_slice(&KernelOp::take(wait, into.gpu_addr(gpu)?, lines_of(*len) as u64));
             }
-            Self::Take(inbox, _) => inbox.free_by_engine()?,
+            Self::Take(inbox, _) => inbox.free_without_lines()?,
         }
         Ok(())
     }
@@ -227,6 +224,8 @@ pub struct PeerInbox {
     memory: PeerMemory,
     start: usize,
     slots: Vec<usize>,
+    /// Bytes that the lines of each slot have room for: graphs send the same to each place.
+    lines: usize,
     places: Vec<PeerMemory>,
     free: Word64,
 }
@@ -240,7 +239,10 @@ impl PeerInbox {
         let slots = slots(places.iter().map(PeerMemory::len));
         let len = slots.last().copied().unwrap_or(0);
         match start.checked_add(len) {
-            Some(end) if end <= memory.len() => Ok(Arc::new(Self { memory, start, slots, places, free })),
+            Some(end) if end <= memory.len() => {
+                let lines = places.iter().map(|place| lines_of(place.len())).min().unwrap_or(0);
+                Ok(Arc::new(Self { memory, start, slots, lines, places, free }))
+            }
             _ => Err(Error::OutOfBounds { offset: start, len, size: memory.len() }),
         }
     }
@@ -248,7 +250,7 @@ impl PeerInbox {
 
 impl Batch {
     /// Sends message `number` to a peer, from 1 on, each once and in order: waits until its place is free, then puts `range` of `from`
-    /// there. Two operations.
+    /// there, as it is when the stream gets there. Two operations.
     ///
     /// # Errors
     /// As [`Batch::put_peer`].
@@ -261,15 +263,15 @@ impl Batch {
     ) -> Result<()> {
         let (from, len) = part(from, range)?;
         let room = to.places.get(place(number, to.places.len())).map_or(0, PeerMemory::len);
-        if len > room || to.places.is_empty() {
+        if len > room || u32::try_from(len).is_err() || to.places.is_empty() {
             return Err(Error::OutOfBounds { offset: 0, len, size: room });
         }
-        self.wait_for_message(&to.free, free(number), len <= lines_of(room));
+        self.wait_for_message(&to.free, free(number), len <= to.lines);
         self.ops.push(Op::Message(Message::Out(to.clone(), number, (len > 0).then_some(from))));
         Ok(())
     }
 
-    /// Tells the peer that the place of message `number` is free. One operation.
+    /// Tells the peer that the place of message `number` is free, behind the wait for the one before in it. One operation.
     pub fn free_in_inbox(&mut self, places: &Arc<FreePlaces>, number: u64) {
         self.ops.push(Op::Message(Message::Free(places.clone(), number)));
     }

@@ -135,7 +135,7 @@ impl PeerCopy {
     /// The signal, at the address for `gpu`.
     pub(super) fn signal(&self, gpu: &Gpu) -> Result<Option<Signal>> {
         let Some(PeerSignal { to, offset, value, add }) = &self.signal else { return Ok(None) };
-        let addr = aligned(to.gpu_addr(gpu, *offset, 8)?)?;
+        let addr = aligned(to.gpu_addr(gpu, *offset, 8)?, 8)?;
         Ok(Some(Signal { addr, value: *value, add: *add }))
     }
 }
@@ -250,10 +250,11 @@ pub(super) fn part(memory: &Memory, range: Range<usize>) -> Result<(Memory, usiz
     Ok((part, len))
 }
 
-/// The address of a word, which has to be aligned.
-pub(super) fn aligned(addr: u64) -> Result<u64> {
-    match addr.is_multiple_of(8) {
+/// The address of a word, which has to be a multiple of `to`.
+pub(super) fn aligned(addr: u64, to: u64) -> Result<u64> {
+    match addr.is_multiple_of(to) {
         true => Ok(addr),
+        false if to == 16 => Err(Error::invalid("slots", format!("{addr:#x}"), "a multiple of 16")),
         false => Err(Error::invalid("signal of a peer", format!("{addr:#x}"), "an aligned 64-bit word")),
     }
 }

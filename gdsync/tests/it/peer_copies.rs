@@ -8,12 +8,16 @@ use std::time::Duration;
 
 use gdsync::Error;
 use gdsync::cuda::Gpu;
+use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
-use gdsync::stream::{Batch, Cond, CudaStreamConfig, FreePlaces, Inbox, PeerInbox, PeerSignal, Stream, Via};
+use gdsync::stream::{
+    Batch, Cond, CudaStreamConfig, FreePlaces, Inbox, PeerInbox, PeerSignal, Stream, StreamOrder, Via,
+};
+use gdsync::verbs::Context;
 use gdsync_testkit::driver::Control;
 
 use crate::child::own_process;
-use crate::common::{PATIENCE, pattern, stream, tier, until};
+use crate::common::{PATIENCE, pattern, stream, tier};
 use crate::place::{places, shared};
 
 /// Lengths of one block and of several, in which 16 bytes go up or not.
@@ -223,22 +227,14 @@ fn messages_come_whole_through_slots() {
     for (send, take) in WAYS.into_iter().flat_map(|send| WAYS.map(|take| (send, take))) {
         let ends = Slots::new(&a, &b, &[1, 100, 8_192, 40_000, 262_144, 300_001]);
         let streams = [stream_on(&a, send, PATIENCE), stream_on(&b, take, PATIENCE)];
-        let started = Memory::alloc(8).unwrap().word64(0).unwrap();
         let mut image = vec![0; ROOM];
         for n in 1..=60 {
             let place = ends.ranges[(n - 1) % ends.ranges.len()].clone();
             let start = n % 9 * (n % 2);
             let len = [place.len(), 0, place.len() / 2, 9, 1][n % 5].min(place.len());
             let [mut sends, mut takes] = [Batch::new(), Batch::new()];
-            sends.write_value64(&started, n as u64);
             sends.send_to_inbox(&ends.to, n as u64, &from, start..start + len).unwrap();
             streams[0].submit(&mut sends).unwrap();
-            if n <= ends.ranges.len() || n == 12 {
-                // Nothing leaves before the place is free.
-                until(|| started.load() == n as u64);
-                std::thread::sleep(Duration::from_millis(3));
-                assert!(ends.places.to_vec() == image, "message {n}, {send:?} to {take:?}");
-            }
             assert_eq!(ends.inbox.len_of(n as u64), None);
             takes.free_in_inbox(&ends.free, n as u64);
             takes.take_from_inbox(&ends.inbox, n as u64);
@@ -250,7 +246,92 @@ fn messages_come_whole_through_slots() {
                 "message {n} of {len} bytes from {start}, {send:?} to {take:?}"
             );
             assert_eq!(ends.inbox.len_of(n as u64), Some(len), "{n}, {send:?} to {take:?}");
+            // One place has lines for 8 KiB only: none gets more.
+            let in_lines = send == WAYS[0] && take == WAYS[0] && len <= 8_192;
+            if n % ends.ranges.len() == 1 {
+                assert_eq!(
+                    ends.slots.word64(0).unwrap().load() & 1 == 1,
+                    in_lines,
+                    "{n}, {send:?} to {take:?}"
+                );
+            }
         }
+    }
+}
+
+/// In lines, and into its place.
+#[test]
+fn messages_wait_for_their_place() {
+    let Some([a, b]) = gpus() else { return };
+    let (from, _) = source(&a, 5);
+    for (send, len) in [(WAYS[0], 8), (WAYS[0], 300_000), (WAYS[1], 300_000)] {
+        let ends = Slots::new(&a, &b, &[300_000]);
+        let stream = stream_on(&a, send, Duration::from_millis(50));
+        let mut batch = Batch::new();
+        batch.send_to_inbox(&ends.to, 1, &from, 0..len).unwrap();
+        stream.submit(&mut batch).unwrap();
+        stream.synchronize(PATIENCE).unwrap_err();
+        assert_eq!(ends.slots.word64(0).unwrap().load(), 0, "{send:?}");
+        assert!(ends.places.to_vec().iter().all(|byte| *byte == 0), "{send:?}: {len}");
+    }
+}
+
+/// Writes, and other messages, in one kernel with a message.
+#[test]
+fn messages_have_what_was_written_before_them() {
+    let Some([a, b]) = gpus() else { return };
+    let ends = Slots::new(&a, &b, &[8_192; 3]);
+    let (from, _) = source(&a, 5);
+    let streams = [stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE)];
+    let last = from.word64(8_184).unwrap();
+    for n in (1..=90).step_by(3) {
+        let [mut sends, mut takes] = [Batch::new(), Batch::new()];
+        (n..n + 3).for_each(|n| takes.free_in_inbox(&ends.free, n));
+        for n in n..n + 3 {
+            sends.write_value64(&last, n);
+            sends.send_to_inbox(&ends.to, n, &from, 0..8_192).unwrap();
+            takes.take_from_inbox(&ends.inbox, n);
+        }
+        streams[1].submit(&mut takes).unwrap();
+        streams[0].submit(&mut sends).unwrap();
+        streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+        for (n, range) in (n..).zip(&ends.ranges) {
+            let mut word = [0; 8];
+            ends.places.read(range.end - 8, &mut word).unwrap();
+            assert_eq!(u64::from_ne_bytes(word), n);
+        }
+    }
+}
+
+/// A graph sends to places of any length.
+#[test]
+fn graphs_send_to_each_place() {
+    let Some([a, b]) = gpus() else { return };
+    let ends = Slots::new(&a, &b, &[20_000, 300_000]);
+    let (from, bytes) = source(&a, 1);
+    let context = Context::soft(&SoftHcaConfig::default()).unwrap();
+    let qp = context.alloc_pd().unwrap().build_qp().build().unwrap();
+    qp.connect(qp.address()).unwrap();
+    let order = StreamOrder::new(&qp);
+    let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
+    let captured = sends.capture(|s| {
+        let mut batch = Batch::new();
+        let (to, from) = (ends.to.clone(), from.clone());
+        _ = batch.number(&order, 2, move |n, batch| batch.send_to_inbox(&to, n, &from, 0..10_000));
+        s.submit(&mut batch)
+    });
+    let graph = captured.unwrap();
+    for n in 1..=4 {
+        graph.launch(&sends).unwrap();
+        let mut batch = Batch::new();
+        batch.free_in_inbox(&ends.free, n);
+        batch.take_from_inbox(&ends.inbox, n);
+        takes.submit(&mut batch).unwrap();
+        [&sends, &takes].map(|stream| stream.synchronize(PATIENCE).unwrap());
+        let at = ends.ranges[(n as usize + 1) % 2].start;
+        assert!(ends.places.to_vec()[at..at + 10_000] == bytes[..10_000], "{n}");
+        ends.places.fill(0, ROOM, 0).unwrap();
+        ends.places.flush().unwrap();
     }
 }
 
@@ -259,14 +340,16 @@ fn messages_come_whole_through_slots() {
 fn messages_that_cannot_be_taken_are_errors() {
     let Some([a, b]) = gpus() else { return };
     let ends = Slots::new(&a, &b, &[64]);
-    let (by_kernel, by_engine) =
-        (stream_on(&b, WAYS[0], Duration::from_millis(50)), stream_on(&b, NO_KERNEL, PATIENCE));
+    let by_kernel = stream_on(&b, WAYS[0], Duration::from_millis(50));
     let (mut free, mut take) = (Batch::new(), Batch::new());
     free.free_in_inbox(&ends.free, 1);
     by_kernel.submit(&mut free).unwrap();
     take.take_from_inbox(&ends.inbox, 1);
-    let refused = by_engine.submit(&mut take).unwrap_err();
-    assert!(refused.to_string().contains("CudaStreamConfig::copies"), "{refused}");
+    for other in &WAYS[1..] {
+        let refused = stream_on(&b, *other, PATIENCE).submit(&mut take).unwrap_err();
+        assert!(refused.to_string().contains("CudaStreamConfig::via and copies"), "{refused}");
+    }
+    drop(take);
     let (from, _) = source(&a, 5);
     let long = Batch::new().send_to_inbox(&ends.to, 1, &from, 0..65).unwrap_err();
     assert!(matches!(long, Error::OutOfBounds { len: 65, size: 64, .. }), "{long:?}");
@@ -279,6 +362,13 @@ fn messages_that_cannot_be_taken_are_errors() {
         let failed = stream.synchronize(PATIENCE).unwrap_err();
         assert!(failed.to_string().contains("50 ms"), "{failed}");
         assert!(ends.places.to_vec().iter().all(|byte| *byte == 0));
+        assert!(ends.inbox.len_of(1).unwrap() <= 64);
+    }
+    let memory = a.alloc(4096).unwrap();
+    for (start, len, places) in
+        [(0, 64, &[(memory.clone(), 0..4096)][..]), (8, 1024, &[(memory.clone(), 0..64)]), (0, 64, &[])]
+    {
+        Inbox::new(&memory.slice(start, len).unwrap(), places).unwrap_err();
     }
 }
 

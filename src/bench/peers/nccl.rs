@@ -115,6 +115,10 @@ impl Way for SendRecv<'_> {
         self.0.buffer.addr() as u64
     }
 
+    fn received(&self) -> u64 {
+        self.buffer() + self.0.rig.room as u64
+    }
+
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {
         let nccl = &self.0;
         // SAFETY: the first part of the buffer, and a communicator and a stream that live.
@@ -152,6 +156,10 @@ impl Way for PutSignal<'_> {
 
     fn buffer(&self) -> u64 {
         self.nccl.buffer.addr() as u64
+    }
+
+    fn received(&self) -> u64 {
+        self.buffer() + self.nccl.rig.room as u64
     }
 
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {

@@ -131,6 +131,10 @@ impl Way for Nvshmem<'_> {
         self.buffer.addr() as u64
     }
 
+    fn received(&self) -> u64 {
+        self.buffer() + self.rig.room as u64
+    }
+
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
         let to = self.buffer.wrapping_byte_add(self.rig.room);
         // SAFETY: both parts of the symmetric buffer, a symmetric word, and a stream that lives.

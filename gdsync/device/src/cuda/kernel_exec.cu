@@ -283,6 +283,9 @@ static __device__ void run_messages(const Head &at, const Op *ops)
         if (!now.is_message()) {
             if (first)
                 detail::act(head, now.first, false, failed, &errors);
+            // A message has what was written before it.
+            if (i < head.count && next.is_message())
+                __syncthreads();
             continue;
         }
         const detail::Move move = now.move();

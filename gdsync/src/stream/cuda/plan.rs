@@ -691,15 +691,25 @@ mod tests {
             batch.take_from_inbox(&inbox, 1);
         };
         assert_eq!(calls(KERNELS, &short), [(9, 1, true)]);
+        let program = |add: &dyn Fn(&mut Batch)| {
+            let mut batch = Batch::new();
+            add(&mut batch);
+            match of_batch(&gpu, &batch.ops, &[], KERNELS).unwrap().calls.swap_remove(0) {
+                Call::Ops(ops) => ops,
+                other => panic!("{other:?}"),
+            }
+        };
+        let [one, two] = [1, 2].map(|n| program(&|batch| send(batch, n)));
+        let waits = program(&|batch| batch.wait_value64(&word, 1, Cond::Geq));
+        assert!(may_join(&one, &one) && !may_join(&one, &two) && !may_join(&two, &one));
+        assert!(!may_join(&waits, &one) && !may_join(&one, &waits));
         assert_eq!(calls(KERNELS, &long), [(4, 16, true), (5, 16, true), (4, 1, true)]);
         assert_eq!(
             calls(KERNELS, &others),
             [(4, 1, true), (1, 1, true), (4, 1, true), (2, 1, true), (3, 1, true)]
         );
-        // The wait by a memory operation, then a copy with a signal, or what is in the slot.
-        let by_memops =
-            [(1, 1, false), (3, 1, true), (1, 1, true), (1, 1, false), (3, 1, true), (1, 1, false)];
-        assert_eq!(calls(COPIES, &short), by_memops);
+        // The wait by a memory operation, a copy and a signal.
+        assert_eq!(calls(COPIES, &|batch| send(batch, 1)), [(1, 1, false), (3, 1, true)]);
     }
 
     #[test]
