@@ -516,8 +516,9 @@ static __device__ __noinline__ void miss(const Head head, u64 awaited)
         fail(head, awaited);
 }
 
-// The share of a move of thread `thread` of `threads`. Called, as steps of an application do it in several places.
-static __device__ __noinline__ Outcome move_share(const Head &head, const Move &move, u64 thread, u64 threads)
+// The share of a move of thread `thread` of `threads`. Called, as steps of an application do it in several places; by value, as what a
+// reference is to would be in memory.
+static __device__ __noinline__ Outcome move_share(const Head head, const Move move, u64 thread, u64 threads)
 {
     if (move.kind == PACK)
         return pack_share(head, 0, move, thread, threads);

@@ -429,17 +429,18 @@ impl Grid {
     /// The grid of a program.
     #[inline]
     pub fn of(ops: &[KernelOp]) -> Self {
-        let of_peers = ops.iter().enumerate().filter(|(_, op)| op.needs_kernel());
-        let grid = |(at, op): (usize, &KernelOp)| {
-            let len = at.checked_sub(1).map_or(0, |before| ops[before].value);
-            match op.kind {
-                kind::COPY => Self::of_copy(len),
-                kind::PACK | kind::TAKE => Self::of_lines(len),
-                _ => Self::of_copy(0),
+        let mut len = 0;
+        let grids = ops.iter().filter(|op| op.needs_kernel()).map(|op| match op.kind {
+            kind::LENGTH => {
+                len = op.value;
+                Self::of_copy(0)
             }
-        };
-        let messages = ops.iter().any(KernelOp::is_message);
-        Self { messages, ..of_peers.map(grid).max().unwrap_or(Self::SINGLE) }
+            kind::COPY => Self::of_copy(len),
+            kind::PACK | kind::TAKE => Self::of_lines(len),
+            _ => Self::of_copy(0),
+        });
+        let widest = grids.max().unwrap_or(Self::SINGLE);
+        Self { messages: ops.iter().any(KernelOp::is_message), ..widest }
     }
 
     /// The grid for a copy of `len` bytes.
@@ -726,6 +727,27 @@ mod tests {
         ] {
             let checked = format!("static_assert(sizeof({name}) == {size}, \"{name}\");");
             assert!(HEADER.contains(&checked), "{checked}");
+        }
+    }
+
+    #[test]
+    fn grids_are_for_the_longest_copy() {
+        let wait = KernelOp::wait64(Place { addr: 8, is_near: true }, 1, Cond::Geq);
+        let long = 8 << 20;
+        let copy = KernelOp::copy(0, 0, long);
+        let message = KernelOp::pack(wait, (16, 32), (64, 100_000), 1 << 33);
+        for (ops, blocks, messages) in [
+            (&copy[..], 64, false),
+            (&KernelOp::place((16, 1), 32, (64, long), (128, 1)), 64, false),
+            (&[copy, KernelOp::copy(0, 0, 8)].concat(), 64, false),
+            (&message, 16, true),
+            (&KernelOp::take(wait, 32, 100_000), 16, true),
+            (&KernelOp::take(wait, 32, 8), 1, true),
+            (&[KernelOp::signal64(8, 1, false)], 1, false),
+            (&[wait], 1, false),
+        ] {
+            let grid = Grid::of(ops);
+            assert_eq!((grid.blocks, grid.messages), (blocks, messages), "{ops:?}");
         }
     }
 
