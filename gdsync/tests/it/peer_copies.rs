@@ -321,15 +321,14 @@ fn graphs_send_to_each_place() {
         s.submit(&mut batch)
     });
     let graph = captured.unwrap();
-    for n in 1..=4 {
+    for (n, place) in (1..=4).zip(ends.ranges.iter().cycle()) {
         graph.launch(&sends).unwrap();
         let mut batch = Batch::new();
         batch.free_in_inbox(&ends.free, n);
         batch.take_from_inbox(&ends.inbox, n);
         takes.submit(&mut batch).unwrap();
-        [&sends, &takes].map(|stream| stream.synchronize(PATIENCE).unwrap());
-        let at = ends.ranges[(n as usize + 1) % 2].start;
-        assert!(ends.places.to_vec()[at..at + 10_000] == bytes[..10_000], "{n}");
+        [sends.synchronize(PATIENCE), takes.synchronize(PATIENCE)].into_iter().for_each(Result::unwrap);
+        assert!(ends.places.to_vec()[place.start..][..10_000] == bytes[..10_000], "{n}");
         ends.places.fill(0, ROOM, 0).unwrap();
         ends.places.flush().unwrap();
     }

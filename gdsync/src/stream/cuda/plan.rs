@@ -139,8 +139,9 @@ struct Kinds {
     message: bool,
     /// What the kernels for messages do not do.
     foreign: bool,
-    /// A copy or message by several blocks, and by too many to wait.
+    /// A copy or message by several blocks.
     wide: bool,
+    /// A copy by too many blocks to wait.
     widest: bool,
 }
 
@@ -179,10 +180,9 @@ impl Kinds {
     /// Whether the same kernel may run `next` behind it. A message by several blocks is the only one, and the first.
     #[inline]
     fn may_precede(self, next: Self, is_empty: bool) -> bool {
-        let with_messages =
-            !(self.foreign || next.foreign) && !(self.wide && next.message || next.wide && !is_empty);
         let has_messages = self.message || next.message;
-        !(self.flush || next.wide && self.copy || next.widest && self.wait || has_messages && !with_messages)
+        let are_apart = self.foreign || next.foreign || self.wide && next.message || next.wide && !is_empty;
+        !(self.flush || next.wide && self.copy || next.widest && self.wait || has_messages && are_apart)
     }
 }
 
