@@ -371,8 +371,8 @@ static __device__ __forceinline__ u32 flag_of(u64 word)
     return (u32)(word >> 32) | 1;
 }
 
-// What is rare is called, so that the rest is short: instructions come late in a kernel that has just begun.
-static __device__ __noinline__ u64 load_bytes(u64 from, u64 len)
+// What is rare is called, and numbers have 32 bits, so that the rest is short: instructions come late in a kernel that has just begun.
+static __device__ __noinline__ u64 load_bytes(u64 from, u32 len)
 {
     u64 data = 0;
     for (u32 i = 0; i < 8 && i < len; ++i)
@@ -380,18 +380,18 @@ static __device__ __noinline__ u64 load_bytes(u64 from, u64 len)
     return data;
 }
 
-static __device__ __noinline__ void store_bytes(u64 to, u64 len, u64 data)
+static __device__ __noinline__ void store_bytes(u64 to, u32 len, u64 data)
 {
     for (u32 i = 0; i < 8 && i < len; ++i)
         ((unsigned char *)to)[i] = (unsigned char)(data >> 8 * i);
 }
 
-static __device__ __forceinline__ u64 load_line(u64 from, u64 len)
+static __device__ __forceinline__ u64 load_line(u64 from, u32 len)
 {
     return len >= 8 && from % 8 == 0 ? *(const u64 *)from : load_bytes(from, len);
 }
 
-static __device__ __forceinline__ void store_line(u64 to, u64 len, u64 data)
+static __device__ __forceinline__ void store_line(u64 to, u32 len, u64 data)
 {
     if (len >= 8 && to % 8 == 0)
         *(u64 *)to = data;
@@ -439,12 +439,14 @@ static __device__ __noinline__ void copy_direct(u64 to, u64 from, u64 len, u64 t
 
 // The share of a message that thread `thread` of `threads` stores; nothing if the stream has failed, which is looked at last: that is
 // on its way until then.
-static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 failed, const Move &move, u64 thread, u64 threads)
+static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 failed, const Move &move, u32 thread, u32 threads)
 {
-    const u64 count = (move.len + 7) / 8, flag = (u64)flag_of(move.word) << 32;
-    u64 i = thread, start = 0;
+    const u32 len = (u32)move.len, count = (len + 7) / 8;
+    const u64 flag = (u64)flag_of(move.word) << 32;
+    u32 i = thread;
+    u64 start = 0;
     // The first data come while it waits.
-    u64 data = i < count ? load_line(move.from + 8 * i, move.len - 8 * i) : 0;
+    u64 data = i < count ? load_line(move.from + 8ull * i, len - 8 * i) : 0;
     u64 word;
     // The peer has zeroed the lines before it wrote the word.
 #pragma unroll 1
@@ -463,21 +465,21 @@ static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 faile
         store_64(move.to, move.word | IN_LINES);
 #pragma unroll 1
     while (i < count) {
-        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(move.to + LINES + 16 * i), "l"(data & 0xffffffff | flag),
+        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(move.to + LINES + 16ull * i), "l"(data & 0xffffffff | flag),
                      "l"(data >> 32 | flag)
                      : "memory");
         i += threads;
         if (i < count)
-            data = load_line(move.from + 8 * i, move.len - 8 * i);
+            data = load_line(move.from + 8ull * i, len - 8 * i);
     }
     return DONE;
 }
 
 // The share of a message that thread `thread` of `threads` moves from its lines, as they come, to its place of `len` bytes.
-static __device__ __forceinline__ Outcome take_share(const Head &head, u32 failed, const Move &move, u64 thread, u64 threads)
+static __device__ __forceinline__ Outcome take_share(const Head &head, u32 failed, const Move &move, u32 thread, u32 threads)
 {
-    u64 i = thread, count = (move.len + 7) / 8, len = 0, start = 0, low = 0, high = 0;
-    u32 flag = 0, rounds = 0;
+    u32 i = thread, count = ((u32)move.len + 7) / 8, len = 0, flag = 0, rounds = 0;
+    u64 start = 0, low = 0, high = 0;
 #pragma unroll 1
     do {
         // The word, too, until it is there.
@@ -485,7 +487,7 @@ static __device__ __forceinline__ Outcome take_share(const Head &head, u32 faile
         if (i < count)
             asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                          : "=l"(low), "=l"(high)
-                         : "l"(move.from + LINES + 16 * i)
+                         : "l"(move.from + LINES + 16ull * i)
                          : "memory");
         if (failed)
             return MISSED;
@@ -493,14 +495,14 @@ static __device__ __forceinline__ Outcome take_share(const Head &head, u32 faile
             if (!(word & IN_LINES))
                 return direct(head, move.from);
             // The peer wrote it.
-            len = min(word >> 1 & 0xffffffff, move.len);
+            len = min((u32)(word >> 1), (u32)move.len);
             count = (len + 7) / 8;
             flag = flag_of(word);
         }
         if (flag && i < count && (u32)(low >> 32) == flag && (u32)(high >> 32) == flag) {
-            store_line(move.to + 8 * i, len - 8 * i, low & 0xffffffff | high << 32);
+            store_line(move.to + 8ull * i, len - 8 * i, low & 0xffffffff | high << 32);
             // Flags repeat after 2^31 messages.
-            asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(move.from + LINES + 16 * i), "l"((u64)0) : "memory");
+            asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(move.from + LINES + 16ull * i), "l"((u64)0) : "memory");
             i += threads;
         } else if (!(flag && i >= count) && !goes_on(head, &rounds, &start)) {
             return MISSED;
@@ -521,9 +523,9 @@ static __device__ __noinline__ void miss(const Head head, u64 awaited)
 static __device__ __noinline__ Outcome move_share(const Head head, const Move move, u64 thread, u64 threads)
 {
     if (move.kind == PACK)
-        return pack_share(head, 0, move, thread, threads);
+        return pack_share(head, 0, move, (u32)thread, (u32)threads);
     if (move.kind == TAKE)
-        return take_share(head, 0, move, thread, threads);
+        return take_share(head, 0, move, (u32)thread, (u32)threads);
     copy_share(move.to, move.from, move.len, thread, threads);
     return DONE;
 }

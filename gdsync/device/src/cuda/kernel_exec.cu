@@ -248,14 +248,14 @@ struct Next {
     Op first, length, op;
     u64 word;
 
-    __device__ __forceinline__ Next(const Op *ops, u64 at, u64 last)
+    __device__ __forceinline__ Next(const Op *ops, u32 at, u32 last)
         : first(ops[at]), length(ops[min(at + 1, last)]), op(ops[min(at + 2, last)]), word(ops[min(at + 3, last)].value)
     {
     }
 
     __device__ __forceinline__ bool is_message() const { return first.flags & BY_MOVE; }
 
-    __device__ __forceinline__ u64 count() const { return !is_message() ? 1 : op.kind == PACK ? 4 : 3; }
+    __device__ __forceinline__ u32 count() const { return !is_message() ? 1 : op.kind == PACK ? 4 : 3; }
 
     __device__ __forceinline__ detail::Move move() const
     {
@@ -274,17 +274,17 @@ static __device__ void run_messages(const Head &at, const Op *ops)
     u32 failed = detail::has_failed(head), errors = 0;
     const bool first = threadIdx.x == 0;
     bool alone = gridDim.x == 1;
-    const u64 thread = blockIdx.x * (u64)blockDim.x + threadIdx.x, threads = gridDim.x * (u64)blockDim.x;
+    const u32 count = (u32)head.count, thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
 #pragma unroll 1
-    for (u64 i = 0; i < head.count;) {
+    for (u32 i = 0; i < count;) {
         const Next now = next;
         i += now.count();
-        next = Next(ops, min(i, head.count - 1), head.count - 1);
+        next = Next(ops, min(i, count - 1), count - 1);
         if (!now.is_message()) {
             if (first)
                 detail::act(head, now.first, false, failed, &errors);
             // A message has what was written before it.
-            if (i < head.count && next.is_message())
+            if (i < count && next.is_message())
                 __syncthreads();
             continue;
         }
@@ -293,7 +293,7 @@ static __device__ void run_messages(const Head &at, const Op *ops)
                                                           : detail::take_share(head, failed, move, thread, threads);
         const bool packs_direct = outcome == detail::DIRECT && move.kind == PACK;
         // Nothing is behind.
-        if (i == head.count && (move.kind == TAKE || alone && !packs_direct)) {
+        if (i == count && (move.kind == TAKE || alone && !packs_direct)) {
             if (outcome == detail::MISSED)
                 detail::miss(head, move.awaited);
             return;
