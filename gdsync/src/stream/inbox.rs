@@ -114,7 +114,7 @@ impl Inbox {
             true => Err(Error::Unsupported {
                 what: "a message that may be in lines",
                 by: "a stream whose kernels do not run all of it, after streams of kernels have freed places",
-                fix: "receive all messages on streams with the same CudaStreamConfig::via and copies",
+                fix: "receive all messages on streams with the same `via` and `copies`",
             }),
         }
     }
