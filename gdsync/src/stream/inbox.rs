@@ -2,8 +2,8 @@
 //!
 //! The receiver has a [`Inbox`] in memory of its GPU, with a slot for each place that messages are for; the peer that sends opens it
 //! ([`PeerInbox`]). The kernel of the sender's stream stores a message into the *lines* of its slot, half data and half flags; that of
-//! the receiver's stream takes it from there to its place as it comes. Streams that leave copies to the copy engine, and longer
-//! messages, copy into the place and then tell of it, as [`Batch::put_peer`] does. The sender waits for a word of its own GPU, which
+//! the receiver's stream takes it from there to its place as it comes. Other streams than those of kernels, and longer messages, copy
+//! into the place and then tell of it, as [`Batch::put_peer`] does. The sender waits for a word of its own GPU, which
 //! tells of free places and whether the receiver takes messages from lines. The format is in `gdsync.cuh`.
 
 use std::fmt;
@@ -46,7 +46,7 @@ fn word(number: u64, len: u32) -> u64 {
     number << 33 | u64::from(len) << 1
 }
 
-/// The word of a slot that awaits message `number`, or one that tells of that many free places.
+/// The word that tells of so many free places; its lowest bit says whether messages may be in lines.
 const fn free(number: u64) -> u64 {
     number << 1
 }
@@ -164,7 +164,7 @@ impl Message {
         !matches!(self, Self::Out(_, _, Some(from)) if !from.is_known_to_gpus())
     }
 
-    /// Adds what kernels or memory operations do, where kernels run all `ops` of the stream or make its `copies`.
+    /// Adds what the stream does, where kernels run its `ops` but copies, and make its `copies`.
     pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, copies: bool, steps: &mut Program) -> Result<()> {
         // Only kernels' own deadlines end a wait for lines.
         let lines = ops && copies;
