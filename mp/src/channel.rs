@@ -102,6 +102,7 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// [`NearPath::Queues`](crate::NearPath::Queues) for these.
 /// Streams with the same [`CudaStreamConfig`](gdsync::stream::CudaStreamConfig) receive all messages of a channel: only kernels take
 /// them to the places; to streams of memory operations they go into the places at once. A message says nothing of what its stream put into windows before: use [`Signal`](crate::Signal) for that.
+/// A kernel that waits for a message to a place of more than 8 KiB holds 16 multiprocessors: let few streams of a GPU do so at once.
 /// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
 /// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
 /// a stream may still copy after its failure. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)
