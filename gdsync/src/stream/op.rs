@@ -130,6 +130,13 @@ impl Op {
         let (addr, value, word, cond) = match self {
             Op::Await(source, n) => return source.describe(*n),
             Op::Wait32 { at, value, cond, .. } => (at.addr(), u64::from(*value), u64::from(at.load()), cond),
+            Op::Wait64 { at, value, cond, by_next: true, .. } if cond.holds64(at.load(), *value) => {
+                return format!(
+                    "the rest of a message (its word {:#x} has come, of {:#x}); see that the sender lives, and writes only what it tells of",
+                    at.load(),
+                    at.addr()
+                );
+            }
             Op::Wait64 { at, value, of: Some(end), .. } => return end.qp.describe_word(at.load(), *value),
             Op::Wait64 { at, value, cond, .. } => (at.addr(), *value, at.load(), cond),
             _ => return format!("{self:?}"),

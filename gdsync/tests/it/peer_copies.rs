@@ -359,7 +359,7 @@ fn messages_that_cannot_be_taken_are_errors() {
         take.take_from_inbox(&ends.inbox, 1);
         stream.submit(&mut take).unwrap();
         let failed = stream.synchronize(PATIENCE).unwrap_err();
-        assert!(failed.to_string().contains("50 ms"), "{failed}");
+        assert!(failed.to_string().contains("50 ms for the rest of a message"), "{failed}");
         assert!(ends.places.to_vec().iter().all(|byte| *byte == 0));
         assert!(ends.inbox.len_of(1).unwrap() <= 64);
     }
