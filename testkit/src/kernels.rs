@@ -274,7 +274,7 @@ fn take(head: &Head, op: &Op, room: usize) -> bool {
     true
 }
 
-/// Fails the stream: what was awaited at a word has not come.
+/// Marks the stream as failed by a wait for this word, unless it has failed.
 fn fail(head: &Head, word: u64) {
     if has_failed(head) {
         return;

@@ -10,7 +10,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use super::peer::{aligned, part, within};
+use super::peer::{aligned, part, signal, within};
 use super::{Batch, Cond, Op};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::cuda::kernel_exec::{KernelOp, Program};
@@ -81,7 +81,7 @@ impl Inbox {
     pub fn new(memory: &Memory, places: &[(Memory, Range<usize>)]) -> Result<Arc<Self>> {
         let slots = slots(places.iter().map(|(_, range)| range.len()));
         if places.is_empty() {
-            return Err(Error::invalid("places of an inbox", "none", "at least one"));
+            return Err(no_places());
         }
         let (memory, _) = part(memory, 0..slots.last().copied().unwrap_or(0))?;
         aligned(memory.addr(), 16)?;
@@ -168,10 +168,7 @@ impl Message {
     pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, copies: bool, steps: &mut Program) -> Result<()> {
         // Only kernels' own deadlines end a wait for lines.
         let lines = ops && copies;
-        let signal = |addr, value| match ops || copies {
-            true => KernelOp::signal64(addr, value, false),
-            false => KernelOp::write64(addr, value),
-        };
+        let signal = |addr, value| signal(addr, value, false, ops || copies);
         match self {
             Self::Out(to, number, from) => {
                 let index = place(*number, to.places.len());
@@ -194,7 +191,7 @@ impl Message {
                 if len > 0 {
                     steps.extend_from_slice(&KernelOp::copy(into_at, from, len as u64));
                 }
-                steps.push(signal(told, value));
+                steps.push(signal(told, value)?);
             }
             Self::Free(places, number) => {
                 let FreePlaces { inbox, to, offset } = &**places;
@@ -203,7 +200,7 @@ impl Message {
                     inbox.free_without_lines()?;
                 }
                 let addr = aligned(to.gpu_addr(gpu, *offset, 8)?, 8)?;
-                steps.push(signal(addr, free(*number) | u64::from(in_lines)));
+                steps.push(signal(addr, free(*number) | u64::from(in_lines))?);
             }
             Self::Take(inbox, number) if lines => {
                 let index = place(*number, inbox.places.len());
@@ -234,18 +231,17 @@ impl PeerInbox {
     /// The slots that begin at `start` in memory of the peer, the places, and the word of the own GPU that tells which are free.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] without places.
     pub fn new(memory: PeerMemory, start: usize, places: Vec<PeerMemory>, free: Word64) -> Result<Arc<Self>> {
+        let lines = places.iter().map(|place| lines_of(place.len())).min().ok_or_else(no_places)?;
         let slots = slots(places.iter().map(PeerMemory::len));
-        let len = slots.last().copied().unwrap_or(0);
-        match start.checked_add(len) {
-            Some(end) if end <= memory.len() => {
-                let lines = places.iter().map(|place| lines_of(place.len())).min().unwrap_or(0);
-                Ok(Arc::new(Self { memory, start, slots, lines, places, free }))
-            }
-            _ => Err(Error::OutOfBounds { offset: start, len, size: memory.len() }),
-        }
+        within(&memory, start, slots.last().copied().unwrap_or(0))?;
+        Ok(Arc::new(Self { memory, start, slots, lines, places, free }))
     }
+}
+
+fn no_places() -> Error {
+    Error::invalid("places of an inbox", "none", "at least one")
 }
 
 impl Batch {
@@ -262,9 +258,9 @@ impl Batch {
         range: Range<usize>,
     ) -> Result<()> {
         let (from, len) = part(from, range)?;
-        let room = to.places.get(place(number, to.places.len())).map_or(0, PeerMemory::len);
-        if len > room || u32::try_from(len).is_err() || to.places.is_empty() {
-            return Err(Error::OutOfBounds { offset: 0, len, size: room });
+        let place = &to.places[place(number, to.places.len())];
+        if len > place.len() || u32::try_from(len).is_err() {
+            return Err(Error::OutOfBounds { offset: 0, len, size: place.len() });
         }
         self.wait_for_message(&to.free, free(number), len <= to.lines);
         self.ops.push(Op::Message(Message::Out(to.clone(), number, (len > 0).then_some(from))));

@@ -7,12 +7,10 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
 use super::op::Op;
 use super::{Batch, StateGuard, Stream};
 use gdsync_device::cuda::Gpu;
-use gdsync_device::cuda::kernel_exec::KernelOp;
+use gdsync_device::cuda::kernel_exec::{KernelOp, Program};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, PeerMemory};
 
@@ -58,23 +56,6 @@ enum Side {
     Peer(PeerMemory, usize),
 }
 
-/// What kernels do for a copy.
-pub(super) type Steps = SmallVec<[KernelOp; 4]>;
-
-/// A signal to a word at an address of the GPU.
-pub(super) struct Signal {
-    pub(super) addr: u64,
-    pub(super) value: u64,
-    pub(super) add: bool,
-}
-
-impl Signal {
-    /// What a kernel does.
-    pub(super) fn step(&self) -> KernelOp {
-        KernelOp::signal64(self.addr, self.value, self.add)
-    }
-}
-
 impl Side {
     fn addr(&self, gpu: &Gpu, len: usize) -> Result<u64> {
         match self {
@@ -113,30 +94,17 @@ impl PeerCopy {
         self.copy.iter().all(|(from, to, _)| is_known(from) && is_known(to))
     }
 
-    /// What the kernels of `gpu` do.
-    pub(super) fn steps(&self, gpu: &Gpu) -> Result<Steps> {
-        let mut steps = Steps::new();
-        if let Some((to, from, len)) = self.copy(gpu)? {
-            steps.extend_from_slice(&KernelOp::copy(to, from, len as u64));
+    /// Adds what `gpu` does: kernels, or the copy engine and memory operations, for which a copy has the same steps.
+    pub(super) fn add_steps(&self, gpu: &Gpu, by_kernel: bool, steps: &mut Program) -> Result<()> {
+        if let Some((from, to, len)) = &self.copy {
+            let (to, from) = (to.addr(gpu, *len)?, from.addr(gpu, *len)?);
+            steps.extend_from_slice(&KernelOp::copy(to, from, *len as u64));
         }
-        if let Some(signal) = self.signal(gpu)? {
-            steps.push(signal.step());
+        if let Some(PeerSignal { to, offset, value, add }) = &self.signal {
+            let addr = aligned(to.gpu_addr(gpu, *offset, 8)?, 8)?;
+            steps.push(signal(addr, *value, *add, by_kernel)?);
         }
-        Ok(steps)
-    }
-
-    /// The addresses of destination and source for `gpu`, and the length.
-    pub(super) fn copy(&self, gpu: &Gpu) -> Result<Option<(u64, u64, usize)>> {
-        let find =
-            |(from, to, len): &(Side, Side, usize)| Ok((to.addr(gpu, *len)?, from.addr(gpu, *len)?, *len));
-        self.copy.as_ref().map(find).transpose()
-    }
-
-    /// The signal, at the address for `gpu`.
-    pub(super) fn signal(&self, gpu: &Gpu) -> Result<Option<Signal>> {
-        let Some(PeerSignal { to, offset, value, add }) = &self.signal else { return Ok(None) };
-        let addr = aligned(to.gpu_addr(gpu, *offset, 8)?, 8)?;
-        Ok(Some(Signal { addr, value: *value, add: *add }))
+        Ok(())
     }
 }
 
@@ -248,6 +216,19 @@ pub(super) fn part(memory: &Memory, range: Range<usize>) -> Result<(Memory, usiz
     let len = range.len();
     let part = if len == 0 { memory.clone() } else { memory.slice(range.start, len)? };
     Ok((part, len))
+}
+
+/// Writes a word of a peer, or adds to it, by a kernel or by a memory operation.
+pub(super) fn signal(addr: u64, value: u64, add: bool, by_kernel: bool) -> Result<KernelOp> {
+    match (by_kernel, add) {
+        (true, _) => Ok(KernelOp::signal64(addr, value, add)),
+        (false, false) => Ok(KernelOp::write64(addr, value)),
+        (false, true) => Err(Error::Unsupported {
+            what: "adding to a word in memory of a peer",
+            by: "a stream that launches no kernel for it: its copies are left to the copy engine",
+            fix: "write the signal's value instead of adding to it, or use a queue pair",
+        }),
+    }
 }
 
 /// The address of a word, which has to be a multiple of `to`.

@@ -68,7 +68,7 @@ pub(super) struct Recording {
     pub(super) steps: Option<Vec<EngineGraph>>,
 }
 
-/// What was recorded.
+/// A finished recording, from which launches are made.
 #[derive(Debug, Default)]
 pub(super) struct Recorded {
     /// Called before each launch.

@@ -246,12 +246,7 @@ fn steps_copy_into_memory_of_a_peer() {
                 stream.submit(&mut batch)
             })
         });
-        let app = App::new(&place, &[0, 1, 2, 3, 4][..ran]);
-        let launched = steps.unwrap().launch(&stream, |program| {
-            app.launch(&place, &stream, program, &from, 0);
-            Ok::<_, Error>(())
-        });
-        launched.unwrap();
+        let app = launch_on(&place, &stream, &steps.unwrap(), &from, &[0, 1, 2, 3, 4][..ran]);
         gate.store(4);
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!((app.results(), to.word64(WORD).unwrap().load()), (vec![OK; ran], 4));
@@ -288,12 +283,7 @@ fn steps_send_and_take_messages() {
                 stream.submit(&mut batch)
             })
         });
-        let app = App::new(&place, &[0, 1, 2, 3, 4][..ran]);
-        let launched = steps.unwrap().launch(&stream, |program| {
-            app.launch(&place, &stream, program, &from, 0);
-            Ok::<_, Error>(())
-        });
-        launched.unwrap();
+        let app = launch_on(&place, &stream, &steps.unwrap(), &from, &[0, 1, 2, 3, 4][..ran]);
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(app.results(), vec![OK; ran]);
         let mut expected = vec![0; ends.places.len()];
@@ -330,12 +320,7 @@ fn steps_of_a_failed_stream_copy_nothing() {
                     stream.submit(&mut batch)
                 })
             });
-            let app = App::new(&place, &[0, 1]);
-            let launched = steps.unwrap().launch(&stream, |program| {
-                app.launch(&place, &stream, program, &from, 0);
-                Ok::<_, Error>(())
-            });
-            launched.unwrap();
+            let app = launch_on(&place, &stream, &steps.unwrap(), &from, &[0, 1]);
             if aborted {
                 stream.abort();
             }
@@ -483,10 +468,10 @@ fn simulated(params: &[*mut c_void]) {
 const LIMIT: Duration = Duration::from_millis(50);
 
 /// Launches a kernel that runs these steps.
-fn launch_on(place: &Place, stream: &Stream, steps: &KernelSteps, side: &Side, order: &[u32]) -> App {
+fn launch_on(place: &Place, stream: &Stream, steps: &KernelSteps, memory: &Memory, order: &[u32]) -> App {
     let app = App::new(place, order);
     let launched = steps.launch(stream, |program| {
-        app.launch(place, stream, program, side.memory(), 0);
+        app.launch(place, stream, program, memory, 0);
         Ok::<_, Error>(())
     });
     launched.unwrap();
@@ -517,7 +502,7 @@ fn message_that_never_comes_ends_the_kernel() {
             let steps = answer(&stream, &b, &a);
             let start = Instant::now();
             // By a kernel; by what comes behind one that has left all.
-            let app = launch_on(&place, &stream, &steps, &b, order);
+            let app = launch_on(&place, &stream, &steps, b.memory(), order);
             let next = steps.launch(&stream, |_| Ok::<_, Error>(()));
             // The limit is over where this thread is late.
             let is_refused = matches!(next, Err(Error::NothingToWaitFor { .. }));
@@ -557,12 +542,12 @@ fn peer_that_goes_away_ends_the_step() {
                 gdsync::Result::Ok(())
             })
             .unwrap();
-        let app = launch_on(&place, &stream, &steps, &a, &[0, 1, 2]);
+        let app = launch_on(&place, &stream, &steps, a.memory(), &[0, 1, 2]);
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(app.results(), [OK; 3]);
         b.qp.abort().unwrap();
         // It leaves two steps.
-        let app = launch_on(&place, &stream, &steps, &a, &[0]);
+        let app = launch_on(&place, &stream, &steps, a.memory(), &[0]);
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(&error, Error::Completion(c) if c.wr_id == 1 && !c.is_flush()), "{error}");
         assert_eq!(app.results(), [COMPLETION_ERROR]);
@@ -580,7 +565,7 @@ fn stream_that_is_aborted_releases_the_kernel() {
         let stream = place.stream(PATIENCE);
         let steps = answer(&stream, &b, &a);
         let start = Instant::now();
-        let _app = launch_on(&place, &stream, &steps, &b, &[0, 1]);
+        let _app = launch_on(&place, &stream, &steps, b.memory(), &[0, 1]);
         stream.abort();
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::StreamAborted { .. }), "{error}");
@@ -620,7 +605,7 @@ fn launch_that_fails_leaves_no_trace() {
             assert_eq!(refused.unwrap_err().to_string(), "no such kernel");
             let panics = || steps.launch(&stream, |_| -> Result<(), Error> { panic!("for the test") });
             assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
-            let app = launch_on(&place, &stream, &steps, &a, &[0]);
+            let app = launch_on(&place, &stream, &steps, a.memory(), &[0]);
             stream.synchronize(PATIENCE).unwrap();
             assert_eq!((app.results(), b.memory().word64(0).unwrap().load()), (vec![OK], round));
         }

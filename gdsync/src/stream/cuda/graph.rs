@@ -345,7 +345,7 @@ impl Shared {
             return Err(other_executor());
         }
         self.mark_before_registering(guard, ops);
-        let steps = plan::steps(&self.gpu, ops, ByKernel::STEP)?;
+        let steps = plan::steps(&self.gpu, ops, ByKernel::ALL)?;
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.begin(guard, true)?;
         let Some(kernel_exec) = &self.kernel_exec else { return Err(other_executor()) };

@@ -8,7 +8,6 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use crate::stream::peer::Signal;
 use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
@@ -49,8 +48,8 @@ pub(super) struct ByKernel {
 }
 
 impl ByKernel {
-    /// Steps of application kernels.
-    pub(super) const STEP: Self = Self { ops: true, copies: true };
+    /// Kernels do all, as those of applications do in steps.
+    pub(super) const ALL: Self = Self { ops: true, copies: true };
 }
 
 /// The calls of a list of operations, as few as the limits allow. The last call, mostly the only one, is built in
@@ -130,60 +129,67 @@ pub(super) fn may_join(ops: &Program, next: &Program) -> bool {
         && runs_by_kernel(next, true)
 }
 
-/// What a program has.
+/// What a program has: bits.
 #[derive(Clone, Copy, Debug, Default)]
-struct Kinds {
-    flush: bool,
-    copy: bool,
-    wait: bool,
-    message: bool,
-    /// What the kernels for messages do not do.
-    foreign: bool,
-    /// A copy or message by several blocks.
-    wide: bool,
-    /// A copy by too many blocks to wait.
-    widest: bool,
-}
+struct Kinds(u8);
 
 impl Kinds {
+    const FLUSH: u8 = 1;
+    const COPY: u8 = 2;
+    const WAIT: u8 = 4;
+    const MESSAGE: u8 = 8;
+    /// What the kernels for messages do not do.
+    const FOREIGN: u8 = 16;
+    /// A copy or message by several blocks.
+    const WIDE: u8 = 32;
+    /// A copy by too many blocks to wait.
+    const WIDEST: u8 = 64;
+
     fn of(ops: &[KernelOp]) -> Self {
-        let (own, grid) = (ops.iter().fold(Self::default(), Self::with), Grid::of(ops));
-        Self { wide: grid.blocks > 1, widest: !grid.may_wait(), ..own }
+        let grid = Grid::of(ops);
+        let wide = bit(grid.blocks > 1, Self::WIDE) | bit(!grid.may_wait(), Self::WIDEST);
+        ops.iter().fold(Self(wide), |kinds, op| kinds.and(Self::of_one(op)))
     }
 
-    /// With an operation that is no copy or message.
+    /// Of an operation, without the blocks that it needs.
     #[inline]
-    fn with(self, op: &KernelOp) -> Self {
-        Self {
-            flush: self.flush | op.is_flush(),
-            copy: self.copy | op.is_move(),
-            wait: self.wait | op.is_wait(),
-            message: self.message | op.is_message(),
-            foreign: self.foreign | !op.goes_with_messages(),
-            ..self
-        }
+    fn of_one(op: &KernelOp) -> Self {
+        Self(
+            bit(op.is_flush(), Self::FLUSH)
+                | bit(op.is_move(), Self::COPY)
+                | bit(op.is_wait(), Self::WAIT)
+                | bit(op.is_message(), Self::MESSAGE)
+                | bit(!op.goes_with_messages(), Self::FOREIGN),
+        )
     }
 
     #[inline]
     fn and(self, next: Self) -> Self {
-        Self {
-            flush: self.flush | next.flush,
-            copy: self.copy | next.copy,
-            wait: self.wait | next.wait,
-            message: self.message | next.message,
-            foreign: self.foreign | next.foreign,
-            wide: self.wide | next.wide,
-            widest: self.widest | next.widest,
-        }
+        Self(self.0 | next.0)
+    }
+
+    #[inline]
+    fn has(self, kind: u8) -> bool {
+        self.0 & kind != 0
     }
 
     /// Whether the same kernel may run `next` behind it. A message by several blocks is the only one, and the first.
     #[inline]
     fn may_precede(self, next: Self, is_empty: bool) -> bool {
-        let has_messages = self.message || next.message;
-        let are_apart = self.foreign || next.foreign || self.wide && next.message || next.wide && !is_empty;
-        !(self.flush || next.wide && self.copy || next.widest && self.wait || has_messages && are_apart)
+        let both = self.and(next);
+        let are_apart = both.has(Self::FOREIGN)
+            || self.has(Self::WIDE) && next.has(Self::MESSAGE)
+            || next.has(Self::WIDE) && !is_empty;
+        !(self.has(Self::FLUSH)
+            || next.has(Self::WIDE) && self.has(Self::COPY)
+            || next.has(Self::WIDEST) && self.has(Self::WAIT)
+            || both.has(Self::MESSAGE) && are_apart)
     }
+}
+
+#[inline]
+fn bit(is_set: bool, kind: u8) -> u8 {
+    if is_set { kind } else { 0 }
 }
 
 /// Deferred consumer indices, and their slots if they have any.
@@ -218,10 +224,10 @@ impl Calls {
             // CU_STREAM_WRITE_VALUE_DEFAULT). An explicit barrier takes 0.6 us on an H200.
             self.barrier &= !step.is_fenced();
             self.flush_barrier();
-            if self.kinds.message && !step.goes_with_messages() && !self.is_step() {
+            if self.kinds.has(Kinds::MESSAGE) && !step.goes_with_messages() && !self.is_step() {
                 self.end();
             }
-            self.kinds = self.kinds.with(&step);
+            self.kinds = self.kinds.and(Kinds::of_one(&step));
             self.last.push(step);
         }
     }
@@ -404,24 +410,12 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
         Op::Wait32 { ref at, value, cond, .. } => {
             steps.push(KernelOp::wait32(word(gpu, op, at.memory())?, value, cond));
         }
-        Op::Wait64 { by_next: true, .. } if by_kernel == ByKernel::STEP => {}
+        Op::Wait64 { by_next: true, .. } if by_kernel == ByKernel::ALL => {}
         Op::Wait64 { ref at, value, cond, .. } => {
             steps.push(KernelOp::wait64(word(gpu, op, at.memory())?, value, cond));
         }
-        Op::Peer(ref copy) if by_kernel.ops || by_kernel.copies => {
-            steps.extend_from_slice(&copy.steps(gpu)?);
-        }
+        Op::Peer(ref copy) => copy.add_steps(gpu, by_kernel.ops || by_kernel.copies, steps)?,
         Op::Message(ref message) => message.add_steps(gpu, by_kernel.ops, by_kernel.copies, steps)?,
-        Op::Peer(ref copy) => {
-            if let Some((to, from, len)) = copy.copy(gpu)? {
-                steps.extend_from_slice(&KernelOp::copy(to, from, len as u64));
-            }
-            match copy.signal(gpu)? {
-                Some(Signal { add: true, .. }) => return Err(no_addition()),
-                Some(Signal { addr, value, .. }) => steps.push(KernelOp::write64(addr, value)),
-                None => {}
-            }
-        }
         Op::Place(ref placing) if by_kernel.copies => steps.extend(placing.steps(gpu)?.into_iter().flatten()),
         Op::Place(_) | Op::Barrier | Op::Flush | Op::HostFn(_) => {}
     }
@@ -530,7 +524,7 @@ pub(super) fn of_batch(gpu: &Gpu, ops: &[Op], anew: &[bool], by_kernel: ByKernel
 
 /// The plan of a kernel step, of one call. Locks: see [`add_steps`].
 pub(super) fn of_step(gpu: &Gpu, ops: &[Op], anew: &[bool]) -> Result<Plan> {
-    let mut calls = Calls { max: usize::MAX, ..Calls::new(ByKernel::STEP) };
+    let mut calls = Calls { max: usize::MAX, ..Calls::new(ByKernel::ALL) };
     calls.add(gpu, ops, anew)?;
     calls.barrier |= calls.last.last().is_some_and(KernelOp::is_move);
     calls.flush_barrier();
@@ -542,14 +536,6 @@ pub(super) fn of_step(gpu: &Gpu, ops: &[Op], anew: &[bool]) -> Result<Plan> {
         });
     }
     Ok(Plan { ops: calls.last.len(), calls: vec![Call::Ops(calls.last)], slots: calls.slots })
-}
-
-fn no_addition() -> Error {
-    Error::Unsupported {
-        what: "adding to a word in memory of a peer",
-        by: "a stream that launches no kernel for it: its copies are left to the copy engine",
-        fix: "write the signal's value instead of adding to it, or use a queue pair",
-    }
 }
 
 fn no_flush() -> Error {
@@ -569,8 +555,26 @@ mod tests {
     use crate::stream::{Batch, Cond, FreePlaces, Inbox, Ops, PeerInbox};
     use gdsync_device::memory::PeerMemory;
 
-    const KERNELS: ByKernel = ByKernel { ops: true, copies: true };
+    const KERNELS: ByKernel = ByKernel::ALL;
     const COPIES: ByKernel = ByKernel { ops: false, copies: true };
+
+    /// The calls of a batch, all of them operations.
+    fn programs_of(gpu: &Gpu, by_kernel: ByKernel, add: &dyn Fn(&mut Batch)) -> Vec<Program> {
+        let mut batch = Batch::new();
+        add(&mut batch);
+        let calls = of_batch(gpu, &batch.ops, &[], by_kernel).unwrap().calls;
+        let program = |call| match call {
+            Call::Ops(ops) => ops,
+            Call::HostFn(_) | Call::Copy(_) => panic!("{call:?}"),
+        };
+        calls.into_iter().map(program).collect()
+    }
+
+    /// Of each call the number of operations, the blocks, and whether a kernel does it.
+    fn calls_of(gpu: &Gpu, by_kernel: ByKernel, add: &dyn Fn(&mut Batch)) -> Vec<(usize, u32, bool)> {
+        let of = |ops: &Program| (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops));
+        programs_of(gpu, by_kernel, add).iter().map(of).collect()
+    }
 
     /// `INDEX` of `kernel_exec.cu` has no fence before it, unlike `WRITE_32`.
     #[test]
@@ -595,17 +599,7 @@ mod tests {
         let memory = gpu.alloc(8 << 20).unwrap();
         let peer = PeerMemory::open(&gpu, &memory.export().unwrap()).unwrap();
         let word = memory.word64(0).unwrap();
-        // Of each call the number of operations, and the blocks.
-        let calls = |by_kernel: ByKernel, add: &dyn Fn(&mut Batch)| {
-            let mut batch = Batch::new();
-            add(&mut batch);
-            let calls = of_batch(&gpu, &batch.ops, &[], by_kernel).unwrap().calls;
-            let each = calls.iter().map(|call| match call {
-                Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops)),
-                Call::HostFn(_) | Call::Copy(_) => panic!("{call:?}"),
-            });
-            each.collect::<Vec<_>>()
-        };
+        let calls = |by_kernel, add: &dyn Fn(&mut Batch)| calls_of(&gpu, by_kernel, add);
         let wait = |batch: &mut Batch, cond| batch.wait_value64(&word, 1, cond);
         let put = |batch: &mut Batch, len| batch.put_peer(&memory, 0..len, &peer, 0, None).unwrap();
         let one = |ops, blocks| vec![(ops, blocks, true)];
@@ -652,17 +646,7 @@ mod tests {
             .map(|len| PeerMemory::open(&gpu, &memory.slice(64, len).unwrap().export().unwrap()).unwrap());
         let slots = PeerMemory::open(&gpu, &slots.export().unwrap()).unwrap();
         let to = PeerInbox::new(slots, 0, places.to_vec(), word.clone()).unwrap();
-        // Of each call the number of operations, the blocks, and whether a kernel does it.
-        let calls = |by_kernel: ByKernel, add: &dyn Fn(&mut Batch)| {
-            let mut batch = Batch::new();
-            add(&mut batch);
-            let calls = of_batch(&gpu, &batch.ops, &[], by_kernel).unwrap().calls;
-            let each = calls.iter().map(|call| match call {
-                Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops)),
-                Call::HostFn(_) | Call::Copy(_) => (0, 0, false),
-            });
-            each.collect::<Vec<_>>()
-        };
+        let calls = |by_kernel, add: &dyn Fn(&mut Batch)| calls_of(&gpu, by_kernel, add);
         // Odd messages are short.
         let send = |batch: &mut Batch, n: u64| {
             let len = if n % 2 == 1 { 100 } else { 100_000 };
@@ -691,14 +675,7 @@ mod tests {
             batch.take_from_inbox(&inbox, 1);
         };
         assert_eq!(calls(KERNELS, &short), [(9, 1, true)]);
-        let program = |add: &dyn Fn(&mut Batch)| {
-            let mut batch = Batch::new();
-            add(&mut batch);
-            match of_batch(&gpu, &batch.ops, &[], KERNELS).unwrap().calls.swap_remove(0) {
-                Call::Ops(ops) => ops,
-                other => panic!("{other:?}"),
-            }
-        };
+        let program = |add: &dyn Fn(&mut Batch)| programs_of(&gpu, KERNELS, add).swap_remove(0);
         let [one, two] = [1, 2].map(|n| program(&|batch| send(batch, n)));
         let waits = program(&|batch| batch.wait_value64(&word, 1, Cond::Geq));
         assert!(may_join(&one, &one) && !may_join(&one, &two) && !may_join(&two, &one));
