@@ -265,6 +265,9 @@ impl Communicator {
         request.catch_up();
         match request.for_stream()? {
             Awaited::Completion(completion) => batch.wait(completion).map_err(|cause| request.failed(cause)),
+            Awaited::Arrival(completion, word, value) => {
+                batch.wait_or_value64(completion, &word, value).map_err(|cause| request.failed(cause))
+            }
             Awaited::Stream(ticket) => ticket.wait_in_batch(batch).map_err(|cause| request.failed(cause)),
             Awaited::Word(word, value) => {
                 batch.wait_value32(&word, value, Cond::Geq);
@@ -289,6 +292,11 @@ impl Communicator {
         self.while_full(|| {
             let waits = match request.for_stream()? {
                 Awaited::Completion(completion) => stream.wait(completion),
+                Awaited::Arrival(completion, word, value) => {
+                    let mut batch = Batch::new();
+                    let wait = batch.wait_or_value64(completion, &word, value);
+                    wait.and_then(|()| stream.submit(&mut batch))
+                }
                 Awaited::Stream(ticket) => ticket.wait_on_stream(stream),
                 Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
                 Awaited::Nothing => Ok(()),

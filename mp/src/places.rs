@@ -3,25 +3,23 @@
 //! The receiver shares a table for each direction. It holds one line per receive, written before the credit of the receive is sent,
 //! and one slot per GPU allocation that receives are in, with its CUDA IPC handle. The sender opens each allocation once. It does so on
 //! a thread of its own, because CUDA may block while streams wait. When an allocation is freed, its slot is reused with the next
-//! generation.
+//! generation. Beside them is a slot of *arrival words* in memory of the receiver's GPU, one per line: the sender's kernel writes the number
+//! of a receive there behind the payload, so a kernel of the receiver need not wait until the device has completed it.
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::Builder;
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::{ExportedMemory, Memory, PeerMemory, WeakMemory};
-use gdsync::stream::{OpenMemory, Placement, ReceiveLine};
+use gdsync::memory::{ExportedMemory, Memory, PeerMemory, WeakMemory, Word64};
+use gdsync::stream::{OpenMemory, PeerSignal, Placement, ReceiveLine};
 use parking_lot::Mutex;
 
 use crate::path::{CopiesOrNot, NearPath};
 use crate::registration::Piece;
 
-/// Shortest payload that streams put into receives; the HCA moves shorter ones. On two H200s it takes as long for these, because a
-/// kernel has to look up the receive first.
-const LEAST: usize = 4096;
 /// Lines of a direction, which is the maximum of posted receives.
 pub(crate) const LINES: usize = 1024;
 /// Allocations of a direction.
@@ -33,9 +31,11 @@ const REFUSED: usize = TOLD + 8;
 /// Offset of the slots, each a generation and an export.
 const FIRST: usize = TOLD + 64;
 const STRIDE: usize = 192;
+/// Offset of one more, of the arrival words.
+const ARRIVALS: usize = FIRST + SLOTS * STRIDE;
 
 /// Bytes of a direction: whole pages.
-pub(crate) const BYTES: usize = (FIRST + SLOTS * STRIDE).next_multiple_of(4096);
+pub(crate) const BYTES: usize = (ARRIVALS + STRIDE).next_multiple_of(4096);
 
 const _: () = assert!(8 + ExportedMemory::BYTES <= STRIDE);
 
@@ -63,8 +63,10 @@ pub(crate) struct Place {
 /// The table that this rank writes, of its receives.
 #[derive(Debug)]
 struct Own {
+    gpu: Gpu,
     table: Memory,
     known: Mutex<Known>,
+    arrivals: OnceLock<Memory>,
 }
 
 #[derive(Debug)]
@@ -91,14 +93,15 @@ struct Theirs {
     seen: AtomicU64,
     /// Whether any is open.
     any: AtomicBool,
+    arrivals: OnceLock<PeerMemory>,
     /// The open generation of each slot, and why the last one could not be opened.
     opened: Mutex<([u16; SLOTS], Option<Cow<'static, str>>)>,
 }
 
-/// The piece of a message that has only one, of a length that streams copy, in GPU memory.
+/// The piece of a message that has only one, in GPU memory.
 fn single<'a, 'b>(pieces: &'a [Piece<'b>]) -> Option<&'a Piece<'b>> {
     match pieces {
-        [piece] if piece.1.len() >= LEAST && piece.0.memory().gpu().is_some() => Some(piece),
+        [piece] if !piece.1.is_empty() && piece.0.memory().gpu().is_some() => Some(piece),
         _ => None,
     }
 }
@@ -113,9 +116,11 @@ impl Places {
             open: OpenMemory::new(gpu, SLOTS)?,
             seen: AtomicU64::new(0),
             any: AtomicBool::new(false),
+            arrivals: OnceLock::new(),
             opened: Mutex::new(([0; SLOTS], None)),
         };
-        Ok(Self { near, own: Own { table: own, known: Mutex::new(known) }, theirs: Arc::new(theirs) })
+        let own = Own { gpu: gpu.clone(), table: own, known: Mutex::new(known), arrivals: OnceLock::new() };
+        Ok(Self { near, own, theirs: Arc::new(theirs) })
     }
 
     /// Finds where a receive is, before it is posted. Tells the allocation to the other rank if it is new.
@@ -137,6 +142,12 @@ impl Places {
     pub(crate) fn tell(&self, number: u32, Place { slot, generation, offset, len }: Place) {
         let line = ReceiveLine { number, len, slot, generation, offset };
         line.store(&self.own.table, place_of(number)).expect(WORDS);
+    }
+
+    /// The word that a kernel of the other rank writes behind the message of a receive, and its value then.
+    pub(crate) fn arrival(&self, number: u32) -> Option<(Word64, u64)> {
+        let arrivals = self.own.arrivals.get()?;
+        Some((arrivals.word64(arrival_of(number)).ok()?, arrived(number)))
     }
 
     /// Clears all lines.
@@ -168,11 +179,17 @@ impl Places {
         }
     }
 
-    /// The copy of a payload into receive `number`.
-    pub(crate) fn placement(&self, number: u32, payload: &Memory) -> Option<Placement> {
-        let Theirs { table, open, .. } = &*self.theirs;
+    /// The copy of a payload into receive `number`, which may be posted already.
+    pub(crate) fn placement(&self, number: u32, payload: &Memory, is_posted: bool) -> Option<Placement> {
+        let Theirs { table, open, arrivals, .. } = &*self.theirs;
         let line = table.slice(place_of(number), ReceiveLine::BYTES).ok()?;
-        Some(Placement { payload: payload.clone(), line, number, open: open.clone() })
+        let told = arrivals.get().map(|to| PeerSignal {
+            to: to.clone(),
+            offset: arrival_of(number),
+            value: arrived(number),
+            add: false,
+        });
+        Some(Placement { payload: payload.clone(), line, number, is_posted, open: open.clone(), told })
     }
 
     /// Opens allocations that the other rank has told since the last call.
@@ -197,9 +214,7 @@ impl Places {
         let Theirs { table, open, any, opened, .. } = &*self.theirs;
         let refused = || table.atomic64(REFUSED).expect(WORDS).load(Ordering::Relaxed) != 0;
         match () {
-            () if len < LEAST => {
-                Err(format!("the device moves {len} bytes as fast; streams put {LEAST} and more").into())
-            }
+            () if len == 0 => Err("the message is empty".into()),
             () if !is_on(payload, open.gpu()) => Err("the memory is not of the communicator's GPU".into()),
             () if let Some(why) = opened.try_lock().and_then(|opened| opened.1.clone()) => Err(why),
             () if any.load(Ordering::Acquire) => Ok(()),
@@ -238,12 +253,8 @@ impl Own {
         if let Ok((slot, exported)) = &exported {
             let generation = &mut known.generations[usize::from(*slot)];
             *generation = generation.checked_add(1).unwrap_or(1);
-            let at = FIRST + STRIDE * usize::from(*slot);
-            let word = self.table.atomic64(at).expect(WORDS);
-            // 0 until the export is written: the other rank skips the slot meanwhile.
-            word.store(0, Ordering::SeqCst);
-            self.table.write(at + 8, &exported.to_bytes()).expect(WORDS);
-            word.store(u64::from(*generation), Ordering::SeqCst);
+            self.tell_export(FIRST + STRIDE * usize::from(*slot), *generation, exported);
+            self.tell_arrivals();
             known.told += 1;
             self.table.atomic64(TOLD).expect(WORDS).store(known.told, Ordering::SeqCst);
         } else {
@@ -257,25 +268,48 @@ impl Own {
         });
         known.memories.len() - 1
     }
+
+    /// Writes an export to a slot.
+    fn tell_export(&self, at: usize, generation: u16, exported: &ExportedMemory) {
+        let word = self.table.atomic64(at).expect(WORDS);
+        // 0 until the export is written: the other rank skips the slot meanwhile.
+        word.store(0, Ordering::SeqCst);
+        self.table.write(at + 8, &exported.to_bytes()).expect(WORDS);
+        word.store(u64::from(generation), Ordering::SeqCst);
+    }
+
+    /// Makes the arrival words. Without them streams wait for completions.
+    fn tell_arrivals(&self) {
+        if self.arrivals.get().is_some() {
+            return;
+        }
+        let made = || {
+            let words = self.gpu.alloc(8 * LINES)?;
+            words.fill(0, words.len(), 0)?;
+            words.flush()?;
+            Ok::<_, gdsync::Error>((words.export()?, words))
+        };
+        match made() {
+            Ok((exported, words)) => {
+                self.tell_export(ARRIVALS, 1, &exported);
+                _ = self.arrivals.set(words);
+            }
+            Err(error) => tracing::info!(%error, "streams wait for completions of receives"),
+        }
+    }
 }
 
 impl Theirs {
     fn open_all(&self) {
         let mut opened = self.opened.lock();
         let (generations, why) = &mut *opened;
+        if self.arrivals.get().is_none() {
+            let len = 8 * LINES;
+            let memory = self.told(ARRIVALS, 0).and_then(|(_, memory)| memory.ok());
+            memory.filter(|memory| memory.len() == len).map(|memory| self.arrivals.set(memory));
+        }
         for (slot, known) in (0..=u8::MAX).zip(generations) {
-            let at = FIRST + STRIDE * usize::from(slot);
-            let generation = || self.table.atomic64(at).expect(WORDS).load(Ordering::SeqCst);
-            let (before, mut bytes) = (generation(), [0; ExportedMemory::BYTES]);
-            self.table.read(at + 8, &mut bytes).expect(WORDS);
-            let Some(new) = u16::try_from(before).ok().filter(|new| *new != 0 && new != known) else {
-                continue;
-            };
-            if generation() != before {
-                continue;
-            }
-            let memory =
-                ExportedMemory::from_bytes(&bytes).and_then(|told| PeerMemory::open(self.open.gpu(), &told));
+            let Some((new, memory)) = self.told(FIRST + STRIDE * usize::from(slot), *known) else { continue };
             match memory.and_then(|memory| self.open.set(slot, new, memory)) {
                 Ok(()) => {
                     (*known, *why) = (new, None);
@@ -288,10 +322,30 @@ impl Theirs {
             }
         }
     }
+
+    /// The memory of a slot, opened, and its generation, unless that is known.
+    fn told(&self, at: usize, known: u16) -> Option<(u16, gdsync::Result<PeerMemory>)> {
+        let generation = || self.table.atomic64(at).expect(WORDS).load(Ordering::SeqCst);
+        let (before, mut bytes) = (generation(), [0; ExportedMemory::BYTES]);
+        self.table.read(at + 8, &mut bytes).expect(WORDS);
+        let new = u16::try_from(before).ok().filter(|new| *new != 0 && *new != known)?;
+        let open = || PeerMemory::open(self.open.gpu(), &ExportedMemory::from_bytes(&bytes)?);
+        (generation() == before).then(|| (new, open()))
+    }
 }
 
 fn is_on(memory: &Memory, gpu: &Gpu) -> bool {
     memory.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context())
+}
+
+/// The offset of the arrival word of a receive.
+fn arrival_of(number: u32) -> usize {
+    number as usize % LINES * 8
+}
+
+/// The value of the word once the message is there: not 0, whatever its number.
+fn arrived(number: u32) -> u64 {
+    1 << 32 | u64::from(number)
 }
 
 /// The offset of the line of a receive.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gdsync::memory::Word32;
+use gdsync::memory::{Word32, Word64};
 use gdsync::stream::{Cond, Ticket};
 use gdsync::verbs::{Completion, Qp};
 
@@ -72,6 +72,8 @@ pub(crate) enum Awaited<'a> {
     /// The message is complete.
     Nothing,
     Completion(&'a Completion),
+    /// A receive, or the word of its message that has this value.
+    Arrival(&'a Completion, Word64, u64),
     /// Another stream.
     Stream(&'a Ticket),
     /// A word that reaches a value.
@@ -380,7 +382,15 @@ impl Request {
         {
             return Ok(Awaited::Stream(ticket));
         }
-        Ok(self.completion().map_or(Awaited::Nothing, Awaited::Completion))
+        let Some(completion) = self.completion() else { return Ok(Awaited::Nothing) };
+        let arrival = match &self.state {
+            State::Queue(peer, op) if op.direction == Direction::Recv => peer.transport.arrival(op.index()),
+            _ => None,
+        };
+        Ok(match arrival {
+            Some((word, value)) => Awaited::Arrival(completion, word, value),
+            None => Awaited::Completion(completion),
+        })
     }
 
     /// Releases what the message held, once it is known to be complete.

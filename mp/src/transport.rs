@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::Memory;
+use gdsync::memory::{Memory, Word64};
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::recorder::Traffic;
 use gdsync::stream::{Batch, PreparedSend, Stream};
@@ -249,6 +249,11 @@ impl Transport {
         Ok(completion)
     }
 
+    /// The word that a kernel of the rank writes behind the message of the receive at this index, and its value then.
+    pub(crate) fn arrival(&self, index: u64) -> Option<(Word64, u64)> {
+        self.places.as_ref()?.arrival(low32(index).wrapping_add(1))
+    }
+
     /// Where a receive of these pieces is, for streams of the rank.
     ///
     /// # Errors
@@ -320,7 +325,7 @@ impl Transport {
             batch.wait_credit(&self.qp.send, word, number);
         }
         let placement = self.places.as_ref().zip(payload);
-        match placement.and_then(|(places, payload)| places.placement(number, payload)) {
+        match placement.and_then(|(places, payload)| places.placement(number, payload, credit.is_none())) {
             Some(placement) => batch.post_placed(send, placement),
             None => batch.post(send),
         }

@@ -12,7 +12,7 @@ use cudarc::driver::result;
 use gdasync::app_stream::{AppStream, Kernels, Placement};
 use gdasync::gdsync::stream::{Batch, Cond, Stream, Via};
 use gdasync::measure::{Samples, objection};
-use gdasync::mp::{Channel, Communicator, Registration, Rma, Signal, Window};
+use gdasync::mp::{Channel, Communicator, Registration, Request, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
 use serde_json::json;
@@ -145,8 +145,8 @@ enum By {
     Window(Window),
     /// A channel, mostly with two places. A rank frees the last one in the batch of its next send, behind that.
     Channel(Channel),
-    /// Receives of the CPU, sends and waits of the stream.
-    Messages,
+    /// Receives of the CPU, sends and waits of the stream. The next receive is posted behind each wait.
+    Messages(RefCell<Option<Request>>),
 }
 
 /// Bytes before the halves.
@@ -186,7 +186,7 @@ impl<'a> Ours<'a> {
         for in_batches in [false, true] {
             all.push(Self::new(rig, in_batches, window)?);
             all.push(Self::new(rig, in_batches, channel)?);
-            all.push(Self::new(rig, in_batches, |_| Ok(By::Messages))?);
+            all.push(Self::new(rig, in_batches, |_| Ok(By::Messages(RefCell::default())))?);
         }
         Ok(all)
     }
@@ -204,7 +204,7 @@ impl<'a> Ours<'a> {
         Ok(match &self.by {
             By::Window(window) => window.path_of(&self.buffer, to, peer)?.to_string(),
             By::Channel(channel) => channel.path_of(&self.buffer, to)?.to_string(),
-            By::Messages => self.rig.comm.path_of(&self.buffer, to, peer)?.to_string(),
+            By::Messages(_) => self.rig.comm.path_of(&self.buffer, to, peer)?.to_string(),
         })
     }
 }
@@ -214,7 +214,7 @@ impl Way for Ours<'_> {
         let name = match self.by {
             By::Window(_) => "mp put and signal",
             By::Channel(_) => "mp channel",
-            By::Messages => "mp isend and irecv",
+            By::Messages(_) => "mp isend and irecv",
         };
         format!("{name}{}", if self.in_batches { " in batches" } else { "" })
     }
@@ -239,19 +239,24 @@ impl Way for Ours<'_> {
                 _ = channel.isend_in_batch(batch, buffer, from)?;
                 channel.post_recv_in_batch(batch)?;
             }
-            By::Messages => _ = rig.comm.isend_in_batch(batch, buffer, from, peer)?,
+            By::Messages(_) => _ = rig.comm.isend_in_batch(batch, buffer, from, peer)?,
         }
         self.end_part(batch, !rig.works)
     }
 
-    fn receive(&self, bytes: usize, n: u64) -> Result<()> {
+    fn receive(&self, _: usize, n: u64) -> Result<()> {
         let (batch, rig) = (&mut *self.batch.borrow_mut(), self.rig);
         match &self.by {
             By::Window(window) => window.wait_signal_in_batch(batch, 0, n, Cond::Eq)?,
             By::Channel(channel) => _ = channel.wait_recv_in_batch(batch)?,
-            By::Messages => {
-                let to = WORDS + rig.room..WORDS + rig.room + bytes;
-                rig.comm.wait_in_batch(batch, &rig.comm.irecv(&self.buffer, to, rig.peer())?)?;
+            By::Messages(posted) => {
+                let into = WORDS + rig.room..WORDS + 2 * rig.room;
+                let post = || rig.comm.irecv(&self.buffer, into.clone(), rig.peer());
+                let received = posted.take().map_or_else(post, Ok)?;
+                rig.comm.wait_in_batch(batch, &received)?;
+                // Behind the last one of a sample other messages come.
+                let is_last = n.is_multiple_of(rig.ahead.into());
+                _ = posted.replace((!is_last).then(post).transpose()?);
             }
         }
         self.end_part(batch, rig.works)
@@ -263,7 +268,7 @@ impl Way for Ours<'_> {
 
     fn is_captured(&self) -> bool {
         // A graph joins batches by itself.
-        !self.in_batches && !matches!(self.by, By::Messages)
+        !self.in_batches && !matches!(self.by, By::Messages(_))
     }
 }
 

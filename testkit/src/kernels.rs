@@ -87,6 +87,14 @@ fn run(params: &[*mut c_void], copies: bool) {
             late.found = find(op, ops[i + 1].addr, late.len as u64);
             continue;
         }
+        if i > 0 && ops[i - 1].flags & EITHER != 0 {
+            continue;
+        }
+        if op.flags & EITHER != 0 {
+            await_any(&head, &ops[i..i + 2], &mut failed, &mut errors);
+            failed |= has_failed(&head);
+            continue;
+        }
         let next = ops.get(i + 1).map_or(0, |next| next.value);
         late.execute(&head, op, next, &mut failed, &mut errors);
         failed |= copies && is_wait(op.kind) && has_failed(&head);
@@ -114,6 +122,8 @@ const LINES: u64 = 16;
 const FOUND: u16 = 8;
 /// The operation is only for a message that went into its place.
 const DIRECT: u16 = 16;
+/// The wait is over, too, when the one behind it is.
+const EITHER: u16 = 64;
 
 /// Where a receive is, by its line and the table of what is open; 0 if it is not reached.
 fn find(line: &Op, table: u64, len: u64) -> u64 {
@@ -296,12 +306,7 @@ fn tell(head: &Head, errors: u32) {
 
 fn execute(head: &Head, op: &Op, failed: &mut bool, errors: &mut u32) {
     match op.kind {
-        2..=4 => {
-            if !wait(op, head.limit_ns, *failed, errors) && !*failed {
-                *failed = true;
-                fail(head, op.addr);
-            }
-        }
+        2..=4 => await_any(head, std::slice::from_ref(op), failed, errors),
         0 | 6 if !*failed => word32(op.addr).store(low(op.value), Ordering::SeqCst),
         1 if !*failed => word64(op.addr).store(op.value, Ordering::SeqCst),
         8 if !*failed => _ = word64(op.addr).fetch_add(op.value, Ordering::SeqCst),
@@ -395,34 +400,38 @@ impl Progress {
     }
 }
 
-fn wait(op: &Op, limit_ns: u64, failed: bool, errors: &mut u32) -> bool {
+/// Waits until one of these waits is over; the first one names what has not come.
+fn await_any(head: &Head, waits: &[Op], failed: &mut bool, errors: &mut u32) {
     let start = Instant::now();
     loop {
-        let met = if op.kind == 3 {
-            let (word, value) = (word64(op.addr).load(Ordering::SeqCst), op.value);
-            match op.cond {
-                0 => word.wrapping_sub(value).cast_signed() >= 0,
-                1 => word == value,
-                2 => word & value != 0,
-                _ => !(word | value) != 0,
-            }
-        } else {
-            let (word, value) = (word32(op.addr).load(Ordering::SeqCst), low(op.value));
-            let met = match op.cond {
-                0 => word.wrapping_sub(value).cast_signed() >= 0,
-                1 => word == value,
-                2 => word & value != 0,
-                _ => !(word | value) != 0,
-            };
-            *errors += u32::from(met && op.kind == 4 && word >> 28 >= 13);
-            met
-        };
-        if met || failed {
-            return met;
+        if waits.iter().any(|op| is_over(op, errors)) || *failed {
+            return;
         }
-        if start.elapsed() > Duration::from_nanos(limit_ns) {
-            return false;
+        if start.elapsed() > Duration::from_nanos(head.limit_ns) {
+            *failed = true;
+            return fail(head, waits[0].addr);
         }
         std::thread::sleep(Duration::from_micros(20));
     }
+}
+
+fn is_over(op: &Op, errors: &mut u32) -> bool {
+    if op.kind == 3 {
+        let (word, value) = (word64(op.addr).load(Ordering::SeqCst), op.value);
+        return match op.cond {
+            0 => word.wrapping_sub(value).cast_signed() >= 0,
+            1 => word == value,
+            2 => word & value != 0,
+            _ => !(word | value) != 0,
+        };
+    }
+    let (word, value) = (word32(op.addr).load(Ordering::SeqCst), low(op.value));
+    let is_over = match op.cond {
+        0 => word.wrapping_sub(value).cast_signed() >= 0,
+        1 => word == value,
+        2 => word & value != 0,
+        _ => !(word | value) != 0,
+    };
+    *errors += u32::from(is_over && op.kind == 4 && word >> 28 >= 13);
+    is_over
 }

@@ -84,6 +84,13 @@ pub(crate) enum Op {
     },
     /// Holds the stream until completion `n` of a queue has arrived, then moves the consumer index past it.
     Await(Arc<dyn Source>, u64),
+    /// The [`Op::Await`] before it is over, too, when a word has this value, where kernels wait.
+    OrValue {
+        /// The word.
+        at: Word64,
+        /// Its value.
+        value: u64,
+    },
     /// A system-scope memory barrier.
     Barrier,
     /// Copies between GPUs, and signals: see [`PeerCopy`].
@@ -107,7 +114,9 @@ impl Op {
             Self::Write32 { at, .. } | Self::Wait32 { at, .. } | Self::PostRecv { record: at, .. } => {
                 at.memory().is_known_to_gpus()
             }
-            Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
+            Self::Write64 { at, .. } | Self::Wait64 { at, .. } | Self::OrValue { at, .. } => {
+                at.memory().is_known_to_gpus()
+            }
             Self::Peer(copy) => copy.is_found(),
             Self::Message(message) => message.is_found(),
             Self::Place(placing) => placing.is_found(),
@@ -206,6 +215,7 @@ impl Op {
                 Op::PostRecv { source: source.clone(), record: record.clone(), value: *value }
             }
             Op::Await(source, n) => Op::Await(source.clone(), *n),
+            Op::OrValue { at, value } => Op::OrValue { at: at.clone(), value: *value },
             Op::Peer(copy) => Op::Peer(copy.clone()),
             Op::Message(message) => Op::Message(message.clone()),
             Op::Place(placing) => Op::Place(placing.clone()),
@@ -231,6 +241,7 @@ impl fmt::Debug for Op {
             Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),
             Op::PostRecv { source, value, .. } => write!(f, "POSTRECV {source:?} <- {value:#x}"),
             Op::Await(source, n) => write!(f, "AWAIT {source:?} {n}"),
+            Op::OrValue { at, value } => write!(f, "OR [{:#x}] Eq {value:#x}", at.addr()),
             Op::HostFn(_) => f.write_str("HOSTFN"),
         }
     }

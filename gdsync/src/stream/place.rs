@@ -12,13 +12,14 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use super::op::Op;
-use super::{Batch, PreparedSend};
+use super::peer::aligned;
+use super::{Batch, PeerSignal, PreparedSend, PreparedWait};
 use crate::verbs::Completion;
 use gdsync_device::PLACED;
 use gdsync_device::cuda::Gpu;
-use gdsync_device::cuda::kernel_exec::KernelOp;
+use gdsync_device::cuda::kernel_exec::{KernelOp, Program, Receive};
 use gdsync_device::error::Result;
-use gdsync_device::memory::{Memory, PeerMemory};
+use gdsync_device::memory::{Memory, PeerMemory, Word64};
 
 /// Where a receive is, as its owner tells it to a peer on this host: in which exported memory, and where there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +43,21 @@ impl ReceiveLine {
     /// The largest offset plus 1.
     pub const MAX_OFFSET: u64 = 1 << 40;
 
+    /// The line in this memory, as its owner has written it last.
+    fn load(memory: &Memory) -> Result<Self> {
+        let [told, place] =
+            [memory.atomic64(0)?, memory.atomic64(8)?].map(|word| word.load(Ordering::Acquire));
+        let [len, number] = [told, told >> 32].map(|half| u32::try_from(half & u64::from(u32::MAX)));
+        let [first, second, slot, ..] = place.to_be_bytes();
+        Ok(Self {
+            number: number.unwrap_or_default(),
+            len: len.unwrap_or_default(),
+            slot,
+            generation: u16::from_be_bytes([first, second]),
+            offset: place & (Self::MAX_OFFSET - 1),
+        })
+    }
+
     /// Stores it. Whoever learns behind this that the receive is posted finds it.
     ///
     /// # Errors
@@ -60,7 +76,8 @@ impl ReceiveLine {
 pub struct OpenMemory {
     gpu: Gpu,
     table: Memory,
-    open: Mutex<Vec<Option<PeerMemory>>>,
+    /// With their generations.
+    open: Mutex<Vec<Option<(u16, PeerMemory)>>>,
 }
 
 impl OpenMemory {
@@ -97,10 +114,23 @@ impl OpenMemory {
             self.table.fence();
         }
         self.table.flush()?;
-        open[usize::from(slot)] = Some(memory);
+        open[usize::from(slot)] = Some((generation, memory));
         Ok(())
     }
+
+    /// The memory of a receive of at least `len` bytes, with its offset there, if it is open.
+    fn find(&self, line: &ReceiveLine, len: usize) -> Option<(PeerMemory, usize)> {
+        let offset = usize::try_from(line.offset).ok()?;
+        let open = self.open.lock();
+        let (generation, memory) = open.get(usize::from(line.slot))?.as_ref()?;
+        let is_right = *generation == line.generation && len <= line.len as usize;
+        let is_inside = offset.checked_add(len).is_some_and(|end| end <= memory.len());
+        (is_right && is_inside).then(|| (memory.clone(), offset))
+    }
 }
+
+/// The shortest payload for which a stream of memory operations launches a kernel.
+const LEAST: usize = 4096;
 
 /// What a stream needs to put the payload of a send into its receive.
 #[derive(Clone, Debug)]
@@ -111,13 +141,19 @@ pub struct Placement {
     pub line: Memory,
     /// The number of the receive.
     pub number: u32,
+    /// Whether the receive is known to be posted: then the line is read now, and not by the kernel.
+    pub is_posted: bool,
     /// The memory of the receiver that is open here.
     pub open: Arc<OpenMemory>,
+    /// Tells the receiver, behind the payload: see [`Batch::wait_or_value64`].
+    pub told: Option<PeerSignal>,
 }
 
 /// A placement, and the word of the work request that says so.
 pub(crate) struct Placing {
     placement: Placement,
+    /// The receive, if it is known already.
+    receive: Option<(PeerMemory, usize)>,
     mark: Memory,
 }
 
@@ -135,15 +171,26 @@ impl Placing {
         [payload, line, &open.table, &self.mark].iter().all(|memory| memory.is_known_to_gpus())
     }
 
-    /// What the kernels of `gpu` do; `None` on another GPU than the memory is open for.
-    pub(super) fn steps(&self, gpu: &Gpu) -> Result<Option<[KernelOp; 4]>> {
-        let Placement { payload, line, number, open } = &self.placement;
-        if gpu.raw_context() != open.gpu.raw_context() {
-            return Ok(None);
+    /// Adds what the kernels of `gpu` do, which run all `ops` or only copies: nothing on another GPU than the memory is open for.
+    pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, steps: &mut Program) -> Result<()> {
+        let Placement { payload, line, number, open, told, .. } = &self.placement;
+        if gpu.raw_context() != open.gpu.raw_context() || !ops && payload.len() < LEAST {
+            return Ok(());
         }
-        let (line, table, mark) = (line.gpu_addr(gpu)?, open.table.gpu_addr(gpu)?, self.mark.gpu_addr(gpu)?);
-        let from = (payload.gpu_addr(gpu)?, payload.len() as u64);
-        Ok(Some(KernelOp::place((line, *number), table, from, (mark, PLACED))))
+        let into = match &self.receive {
+            Some((memory, offset)) => Receive::At(memory.gpu_addr(gpu, *offset, payload.len())?),
+            None => {
+                let (line, table) = (line.gpu_addr(gpu)?, open.table.gpu_addr(gpu)?);
+                Receive::Find { line, number: *number, table }
+            }
+        };
+        let told = match told {
+            Some(told) => Some((aligned(told.to.gpu_addr(gpu, told.offset, 8)?, 8)?, told.value)),
+            None => None,
+        };
+        let (from, mark) = ((payload.gpu_addr(gpu)?, payload.len() as u64), self.mark.gpu_addr(gpu)?);
+        steps.extend(KernelOp::place(into, from, told, (mark, PLACED)));
+        Ok(())
     }
 }
 
@@ -154,7 +201,11 @@ impl Batch {
     /// [copies](super::CudaStreamConfig::copies) to the copy engine, and other devices.
     pub fn post_placed(&mut self, send: PreparedSend, placement: Placement) -> Completion {
         if let Some(mark) = send.queue.mark_of(&send.sends) {
-            self.ops.push(Op::Place(Arc::new(Placing { placement, mark })));
+            let line =
+                || ReceiveLine::load(&placement.line).ok().filter(|line| line.number == placement.number);
+            let receive = placement.is_posted.then(line).flatten();
+            let receive = receive.and_then(|line| placement.open.find(&line, placement.payload.len()));
+            self.ops.push(Op::Place(Arc::new(Placing { placement, receive, mark })));
             // The number and the mark are of one message.
             _ = self.only_once.get_or_insert((
                 "a send into a receive that a peer has told of",
@@ -162,5 +213,21 @@ impl Batch {
             ));
         }
         self.post(send)
+    }
+
+    /// As [`Batch::wait`], for a receive. Kernels also go on when `word`, in memory of their GPU, has this value: a peer writes it behind a
+    /// payload that it has [put](Batch::post_placed) into the receive, whose completion follows. Only if no earlier completion is waited
+    /// for with it.
+    ///
+    /// # Errors
+    /// As [`Batch::wait`].
+    pub fn wait_or_value64(&mut self, completion: &Completion, word: &Word64, value: u64) -> Result<()> {
+        let claimed = self.waits.len();
+        self.wait(completion)?;
+        if self.waits.get(claimed).is_some_and(PreparedWait::is_for_one) {
+            self.ops.push(Op::OrValue { at: word.clone(), value });
+            _ = self.only_once.get_or_insert(("a wait for a receive or a word", "Batch::wait"));
+        }
+        Ok(())
     }
 }

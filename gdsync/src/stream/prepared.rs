@@ -277,6 +277,11 @@ impl PreparedWait {
         self.claim.end.cq.ensure_attended(self.claim.n, nudger);
     }
 
+    /// Whether it claims one completion.
+    pub(super) fn is_for_one(&self) -> bool {
+        self.first == self.claim.n
+    }
+
     /// Adds its operation to `ops`. From now on the operation prevents a reset.
     #[inline]
     pub(super) fn add_op(&mut self, ops: &mut Ops) {

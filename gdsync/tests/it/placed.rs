@@ -1,12 +1,17 @@
 //! Sends whose payload a kernel of the stream puts into the receive, and what it does not take for one.
 
+use std::time::Duration;
+
+use gdsync::Error;
 use gdsync::memory::{Memory, PeerMemory};
-use gdsync::stream::{Batch, OpenMemory, Placement, ReceiveLine, Via};
-use gdsync::verbs::{Access, RecvWr, SendWr};
+use gdsync::stream::{Batch, OpenMemory, PeerSignal, Placement, ReceiveLine, Via};
+use gdsync::verbs::{Access, Completion, RecvWr, SendWr};
 
 use crate::common::{PATIENCE, is_device_named, pair, pattern, stream};
 use crate::place::places;
 
+/// A stream that goes on would have done so.
+const SHORT: Duration = Duration::from_millis(5);
 const ROOM: usize = 200_000;
 const LINE: ReceiveLine = ReceiveLine { number: 5, len: 150_000, slot: 2, generation: 7, offset: 100 };
 
@@ -18,18 +23,20 @@ fn only_right_lines_are_followed() {
     for place in places() {
         let gpu = &place.gpu;
         let (a, b) = pair(64, |build| build.on_gpu(gpu, place.on_gpu));
-        let [from, to] = [(&a, ROOM), (&b, ROOM)].map(|(side, len)| {
+        let [from, to] = [(&a, ROOM), (&b, ROOM + 16)].map(|(side, len)| {
             let memory = gpu.alloc(len).unwrap();
             side.pd.register(&memory, Access::all()).unwrap()
         });
         let open = OpenMemory::new(gpu, 4).unwrap();
         let peer = PeerMemory::open(gpu, &to.memory().export().unwrap()).unwrap();
         open.set(2, 6, peer.clone()).unwrap();
-        open.set(2, 7, peer).unwrap();
+        open.set(2, 7, peer.clone()).unwrap();
+        let told = PeerSignal { to: peer, offset: ROOM.next_multiple_of(8), value: 0, add: false };
+        let word = to.memory().word64(told.offset).unwrap();
         let lines = Memory::alloc(64).unwrap();
         let s = place.stream(PATIENCE);
-        let longer = ReceiveLine { offset: (ROOM - 149_999) as u64, ..LINE };
-        for (line, len, is_right) in [
+        let longer = ReceiveLine { offset: (ROOM + 16 - 149_999) as u64, ..LINE };
+        let lines_and_answers = [
             (LINE, 1, true),
             (LINE, 600, true),
             (LINE, 150_000, true),
@@ -41,7 +48,13 @@ fn only_right_lines_are_followed() {
             (ReceiveLine { generation: 6, ..LINE }, 600, false),
             (longer, 150_000, false),
             (ReceiveLine { offset: ReceiveLine::MAX_OFFSET - 1, ..LINE }, 600, false),
-        ] {
+        ];
+        // Found by the kernel, and by the CPU before.
+        let cases =
+            lines_and_answers.iter().flat_map(|case| [false, true].map(|is_posted| (*case, is_posted)));
+        for (n, ((line, len, is_right), is_posted)) in (1..).zip(cases) {
+            // No kernel is launched for a short one beside memory operations.
+            let is_right = is_right && (place.via == Via::Kernel || len >= 4096);
             let (bytes, before) = (pattern(len, len), b.context.stats().placed);
             from.memory().write(3, &bytes).unwrap();
             from.memory().flush().unwrap();
@@ -52,20 +65,23 @@ fn only_right_lines_are_followed() {
                 payload: from.memory().slice(3, len).unwrap(),
                 line: lines.slice(16, ReceiveLine::BYTES).unwrap(),
                 number: LINE.number,
+                is_posted,
                 open: open.clone(),
+                told: Some(PeerSignal { value: n, ..told.clone() }),
             };
             let mut batch = Batch::new();
             let sent = batch.post_placed(send, placement);
-            batch.wait(&received).unwrap();
+            batch.wait_or_value64(&received, &word, n).unwrap();
             batch.wait(&sent).unwrap();
             s.submit(&mut batch).unwrap();
             s.synchronize(PATIENCE).unwrap();
             let mut came = vec![0; len];
             to.memory().read(100, &mut came).unwrap();
             assert!(came == bytes, "{line:?}, {len}, {place:?}");
-            assert_eq!(received.status().unwrap().unwrap().byte_len as usize, len);
+            assert_eq!(received.wait(PATIENCE).unwrap().byte_len as usize, len);
             let is_placed = b.context.stats().placed > before;
             assert_eq!(is_placed, is_right, "{line:?}, {len}, {place:?}");
+            assert_eq!(word.load() == n, is_right, "{line:?}, {len}, {place:?}");
         }
     }
 }
@@ -84,9 +100,54 @@ fn streams_of_the_host_place_nothing() {
     let send = a.qp.prepare_send(&[SendWr::send(&[from.sge(0, 64).unwrap()])]).unwrap();
     let (payload, line) = (from.memory().clone(), lines.slice(0, 16).unwrap());
     let mut batch = Batch::new();
-    _ = batch.post_placed(send, Placement { payload, line, number: LINE.number, open });
+    let (number, is_posted, told) = (LINE.number, true, None);
+    _ = batch.post_placed(send, Placement { payload, line, number, is_posted, open, told });
     batch.wait(&received).unwrap();
     s.submit(&mut batch).unwrap();
     s.synchronize(PATIENCE).unwrap();
     assert_eq!(b.memory().to_vec(), pattern(64, 1));
+}
+
+/// The stream goes on by the word, and the completion comes later: over several laps of the ring.
+#[test]
+fn waits_are_over_by_the_word_before_the_completion() {
+    if is_device_named() {
+        return;
+    }
+    for place in places().filter(|place| place.via == Via::Kernel) {
+        let (a, b) = pair(64, |build| build.on_gpu(&place.gpu, place.on_gpu).max_recv_wr(4));
+        let word = place.gpu.alloc(64).unwrap().word64(0).unwrap();
+        let s = place.stream(PATIENCE);
+        let receive = || b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 64).unwrap()])]).unwrap();
+        let send = || a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 64).unwrap()])]).unwrap();
+        let wait = |completion: &Completion, value| {
+            let mut batch = Batch::new();
+            batch.wait_or_value64(completion, &word, value).unwrap();
+            s.submit(&mut batch).unwrap();
+        };
+        for n in 1..20 {
+            let received = receive();
+            wait(&received, n);
+            assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{n}, {place:?}");
+            word.store(n);
+            s.synchronize(PATIENCE).unwrap();
+            assert!(received.status().unwrap().is_none());
+            // The next one is waited for meanwhile, and neither takes the completion of the other.
+            let next = receive();
+            wait(&next, 0);
+            send().wait(PATIENCE).unwrap().ok().unwrap();
+            received.wait(PATIENCE).unwrap().ok().unwrap();
+            assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{n}, {place:?}");
+            send().wait(PATIENCE).unwrap().ok().unwrap();
+            s.synchronize(PATIENCE).unwrap();
+            next.wait(PATIENCE).unwrap().ok().unwrap();
+        }
+        // The word tells of one receive only.
+        let [first, second] = [receive(), receive()];
+        wait(&second, word.load());
+        assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{place:?}");
+        [send(), send()].iter().for_each(|sent| _ = sent.wait(PATIENCE).unwrap().ok().unwrap());
+        s.synchronize(PATIENCE).unwrap();
+        [first, second].iter().for_each(|received| _ = received.wait(PATIENCE).unwrap().ok().unwrap());
+    }
 }

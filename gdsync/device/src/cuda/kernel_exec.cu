@@ -18,6 +18,65 @@ template <int N> struct Parameter {
     Op ops[N];
 };
 
+// What became of a wait for either of two words.
+enum Met : u32 { NEITHER, MET, MET_ERROR };
+
+// Waits for a completion, or until the word of `placed`, in memory of this GPU, has its value: a kernel of the peer writes it behind the
+// message, and the completion follows. What it has seen comes before what is done behind it.
+static __device__ __noinline__ Met await_either(const Op completion, const Op placed, u64 limit_ns, u32 failed)
+{
+    const detail::Test<u32> test(completion.cond, (u32)completion.value);
+    u64 start = 0;
+#pragma unroll 1
+    for (u32 rounds = 1;; ++rounds) {
+        // Mostly farther away, so the other word is looked at twice meanwhile.
+        const u32 word = detail::load_32(completion.addr);
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            if (detail::load_64(placed.addr) == placed.value) {
+                detail::acquire_64(placed.addr);
+                return MET;
+            }
+        }
+        if (test.holds(word)) {
+            detail::acquire_32(completion.addr);
+            return word >> 28 >= 13 ? MET_ERROR : MET;
+        }
+        if (failed)
+            return NEITHER;
+        if (rounds % 64 != 0)
+            continue;
+        const u64 time = detail::now_ns();
+        if (start == 0)
+            start = time;
+        else if (time - start > limit_ns)
+            return NEITHER;
+    }
+}
+
+// A wait of a program, and of `EITHER` the one behind it. Orders what it has seen before what is done behind it. Returns the index of the
+// last operation that it has done.
+static __device__ __forceinline__ u64 wait(const Head &head, const Op *ops, u64 i, u32 *failed, u32 *errors)
+{
+    const Op op = ops[i];
+    if (op.flags & EITHER) {
+        const Met met = await_either(op, ops[++i], head.limit_ns, *failed);
+        *errors += met == MET_ERROR;
+        if (met == NEITHER && !*failed) {
+            *failed = 1;
+            detail::fail(head, op.addr);
+        }
+    } else {
+        detail::wait(head, op, failed, errors);
+    }
+    // The CPU fails a stream before it ends its waits: nothing that a peer takes for good comes behind these.
+    *failed |= detail::has_failed(head);
+    // What it has seen, the kernels behind this one see too.
+    if (!(op.flags & EITHER) && (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind)))
+        detail::order(op);
+    return i;
+}
+
 static __device__ void run(const Head &head, const Op *ops)
 {
     u32 failed = detail::has_failed(head), errors = 0;
@@ -27,12 +86,7 @@ static __device__ void run(const Head &head, const Op *ops)
             detail::act(head, op, false, failed, &errors);
             continue;
         }
-        detail::wait(head, op, &failed, &errors);
-        // The CPU fails a stream before it ends its waits: nothing is written behind these.
-        failed |= detail::has_failed(head);
-        // What it has seen, the kernels behind this one see too.
-        if (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind))
-            detail::order(op);
+        i = wait(head, ops, i, &failed, &errors);
     }
     detail::tell(head, &errors);
 }
@@ -157,15 +211,10 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         if (op.kind != COPY) {
             if (!leads || (op.flags & FOUND && !found))
                 continue;
-            if (detail::is_wait(op)) {
-                detail::wait(head, op, &failed, &errors);
-                // The CPU fails a stream before it ends its waits: nothing that a peer takes for good comes behind these.
-                failed |= detail::has_failed(head);
-                if (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind))
-                    detail::order(op);
-            } else {
+            if (detail::is_wait(op))
+                i = wait(head, ops, i, &failed, &errors);
+            else
                 detail::act(head, op, fenced, failed, &errors);
-            }
             fenced = false;
             continue;
         }

@@ -91,6 +91,22 @@ pub struct KernelOp {
     pub value: u64,
 }
 
+/// Where a receive of a peer is.
+#[derive(Clone, Copy, Debug)]
+pub enum Receive {
+    /// At this address.
+    At(u64),
+    /// What the peer tells of it in a line, in memory that is open by a table.
+    Find {
+        /// The address of the line.
+        line: u64,
+        /// The number of the receive.
+        number: u32,
+        /// The address of the table.
+        table: u64,
+    },
+}
+
 /// `Head` of `gdsync.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -147,6 +163,8 @@ mod flag {
     pub(super) const DIRECT: u16 = 16;
     /// A wait that the message behind it does.
     pub(super) const BY_MOVE: u16 = 32;
+    /// A wait that is over, too, when the one behind it is.
+    pub(super) const EITHER: u16 = 64;
 }
 
 impl KernelOp {
@@ -227,22 +245,24 @@ impl KernelOp {
         self.kind == before.kind && (self.kind != kind::LENGTH || grid(self) == grid(before))
     }
 
-    /// Copies `len` bytes into receive `number` of a peer, by its line and the table of open memory, and then writes `mark` to the word
-    /// at `at`, without a fence; nothing where the receive is not reached.
+    /// Copies `len` bytes into a receive of a peer, writes `told` behind them, and then `mark` to the word at `at`, without a fence;
+    /// nothing where the receive is not reached.
     pub fn place(
-        (line, number): (u64, u32),
-        table: u64,
+        into: Receive,
         (from, len): (u64, u64),
+        told: Option<(u64, u64)>,
         (at, mark): (u64, u32),
-    ) -> [Self; 4] {
-        let found =
-            |kind, addr, value| Self { flags: flag::PEER | flag::FOUND, ..Self::of(kind, addr, value) };
-        [
-            Self::by_kernel(kind::LENGTH, 0, len),
-            Self::by_kernel(kind::FIND, line, number as u64),
-            found(kind::COPY, table, from),
-            found(kind::INDEX, at, mark as u64),
-        ]
+    ) -> impl Iterator<Item = Self> {
+        let (find, flags, to) = match into {
+            Receive::At(addr) => (None, flag::PEER, addr),
+            Receive::Find { line, number, table } => {
+                (Some(Self::by_kernel(kind::FIND, line, number.into())), flag::PEER | flag::FOUND, table)
+            }
+        };
+        let op = move |kind, addr, value| Self { flags, ..Self::of(kind, addr, value) };
+        let told = told.map(|(addr, value)| op(kind::WRITE_64, addr, value));
+        let before = [Some(Self::by_kernel(kind::LENGTH, 0, len)), find, Some(op(kind::COPY, to, from))];
+        before.into_iter().chain([told, Some(op(kind::INDEX, at, mark.into()))]).flatten()
     }
 
     #[inline]
@@ -278,6 +298,12 @@ impl KernelOp {
     #[inline]
     pub fn wait_cqe(place: Place, value: u32, cond: Cond) -> Self {
         Self::wait(kind::WAIT_CQE, place, value.into(), cond)
+    }
+
+    /// Has this wait be over, too, when `other` is, of a 64-bit word of this GPU that equals a value.
+    #[inline]
+    pub const fn or(self, other: Self) -> [Self; 2] {
+        [Self { flags: self.flags | flag::EITHER, ..self }, other]
     }
 
     #[inline]
@@ -709,8 +735,8 @@ mod tests {
         assert_eq!([kind::ADD_64, kind::LENGTH, kind::COPY, kind::FIND], [8, 9, 10, 12]);
         assert_eq!([kind::PACK, kind::TAKE], [13, 14]);
         let [near, last, peer, found] = [flag::NEAR, flag::LAST, flag::PEER, flag::FOUND];
-        let [direct, by_move] = [flag::DIRECT, flag::BY_MOVE];
-        let more = format!("DIRECT = {direct}, BY_MOVE = {by_move}");
+        let [direct, by_move, either] = [flag::DIRECT, flag::BY_MOVE, flag::EITHER];
+        let more = format!("DIRECT = {direct}, BY_MOVE = {by_move}, EITHER = {either}");
         let flags = format!(
             "enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer}, FOUND = {found}, {more} }};"
         );
@@ -738,7 +764,7 @@ mod tests {
         let message = KernelOp::pack(wait, (16, 32), (64, 100_000), 1 << 33);
         for (ops, blocks, messages) in [
             (&copy[..], 64, false),
-            (&KernelOp::place((16, 1), 32, (64, long), (128, 1)), 64, false),
+            (&KernelOp::place(Receive::At(16), (64, long), None, (128, 1)).collect::<Program>(), 64, false),
             (&[copy, KernelOp::copy(0, 0, 8)].concat(), 64, false),
             (&message, 16, true),
             (&KernelOp::take(wait, 32, 100_000), 16, true),

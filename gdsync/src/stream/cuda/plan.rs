@@ -8,7 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
+use crate::stream::{Arrival, Cond, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
 use gdsync_device::error::{Error, Result};
@@ -112,7 +112,7 @@ fn max_ops(by_kernel: bool) -> usize {
 
 /// Upper bound for the calls of any submission of `ops` operations and `host_fns` host functions, including the mark.
 pub(super) fn max_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize {
-    // Per operation: barrier, wait, flush, index. Operations that must share a call may leave a call up to three short.
+    // Per operation: barrier, wait, flush, index; the word of a wait for either is an operation. Operations that must share a call may leave a call up to three short.
     const STEPS: usize = 4;
     // A host function is a call of its own and ends the previous one. Copies to peers may, too, but are not counted here: a batch
     // of many may find less room than was waited for.
@@ -325,10 +325,18 @@ impl Calls {
             let is_anew = anew.get(place) == Some(&true);
             match op {
                 Op::Trigger(..) | Op::Peer(_) | Op::Message(_) | Op::Place(_) if steps.is_empty() => {}
+                // With the wait before it.
+                Op::OrValue { .. } => continue,
                 Op::Await(..) => {
                     self.pass(&mut indices);
                     let [wait, index] = [steps[0], steps[1]];
-                    self.put(&[wait]);
+                    match ops.get(place + 1) {
+                        Some(Op::OrValue { at, value }) if self.by_kernel.ops && is_of(gpu, at.memory()) => {
+                            let other = KernelOp::wait64(at.memory().place(gpu)?, *value, Cond::Eq);
+                            self.put(&wait.or(other));
+                        }
+                        _ => self.put(&[wait]),
+                    }
                     let slot = is_anew.then(|| {
                         self.slots.extend([self.slot_of_last(), Slot::Superseded]);
                         self.slots.len() - 1
@@ -416,8 +424,8 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
         }
         Op::Peer(ref copy) => copy.add_steps(gpu, by_kernel.ops || by_kernel.copies, steps)?,
         Op::Message(ref message) => message.add_steps(gpu, by_kernel.ops, by_kernel.copies, steps)?,
-        Op::Place(ref placing) if by_kernel.copies => steps.extend(placing.steps(gpu)?.into_iter().flatten()),
-        Op::Place(_) | Op::Barrier | Op::Flush | Op::HostFn(_) => {}
+        Op::Place(ref placing) if by_kernel.copies => placing.add_steps(gpu, by_kernel.ops, steps)?,
+        Op::OrValue { .. } | Op::Place(_) | Op::Barrier | Op::Flush | Op::HostFn(_) => {}
     }
     Ok(())
 }
@@ -508,6 +516,11 @@ pub(super) fn with_memops<T>(ops: &[KernelOp], call: impl FnOnce(u32, *mut MemOp
     call(count, memops.as_mut_ptr().cast())
 }
 
+/// Whether memory is of this GPU.
+fn is_of(gpu: &Gpu, memory: &Memory) -> bool {
+    memory.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context())
+}
+
 /// The GPU address of the word of an application wait.
 fn word(gpu: &Gpu, op: &Op, word: &Memory) -> Result<Place> {
     op.check()?;
@@ -552,7 +565,7 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
-    use crate::stream::{Batch, Cond, FreePlaces, Inbox, Ops, PeerInbox};
+    use crate::stream::{Batch, FreePlaces, Inbox, Ops, PeerInbox};
     use gdsync_device::memory::PeerMemory;
 
     const KERNELS: ByKernel = ByKernel::ALL;
