@@ -401,6 +401,10 @@ fn connect(
             messages.name_ranks(rank, peer, [queues.traffic; 2]);
             credits.iter().for_each(|credits| credits.name_ranks(rank, peer, Traffic::Announcements));
             messages.connect(theirs.messages).map_err(failed)?;
+            let tables = devices.places.get_mut(peer).and_then(Option::take);
+            let places = queues.gpu.as_ref().zip(tables).map(|(gpu, tables)| Places::new(gpu, near, tables));
+            let places = places.transpose()?;
+            let [ready, shared] = places.as_ref().map_or([None, None], |places| places.ready().map(Some));
             let route = match peer == rank {
                 true => CreditRoute::Own,
                 false => {
@@ -408,16 +412,14 @@ fn connect(
                         credits.connect(theirs).map_err(failed)?;
                     }
                     let [qp, probe] = credits;
-                    CreditRoute::Remote { qp, probe, word: theirs.word }
+                    CreditRoute::Remote { qp, probe, word: theirs.word, shared }
                 }
             };
             let of_queue = (queues.depth, queues.traffic);
-            let credits = Credits::new(table.memory(), peer, of_queue, route, flag.clone())?;
+            let credits = Credits::new(table.memory(), peer, of_queue, (route, ready), flag.clone())?;
             let fifo = devices.fifos.get_mut(peer).and_then(Option::take);
-            let tables = devices.places.get_mut(peer).and_then(Option::take);
-            let places = queues.gpu.as_ref().zip(tables).map(|(gpu, tables)| Places::new(gpu, near, tables));
             let via = (devices.paths[peer].is_intra_host(), devices.domain);
-            Ok(Transport::new(peer, via, messages, queues, credits, (fifo, places.transpose()?)))
+            Ok(Transport::new(peer, via, messages, queues, credits, (fifo, places)))
         });
     Ok((transports.collect::<Result<_>>()?, table))
 }

@@ -13,6 +13,9 @@
 //! that belong to a stream. Receives that a stream posts are announced by the stream, right behind, in the queue that the CPU uses as
 //! long as none of those is pending: so the word never goes back. Whether the peer is alive, and whether streams send to it, goes
 //! through another queue pair, which only the CPU uses.
+//!
+//! Ranks of a host whose GPUs share tables ([`Places`](crate::places::Places)) have the word in these: announcing is a store, so it is done
+//! at once. A stream stores it right before it posts the receive, as whoever posts the next one looks at that.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -250,8 +253,8 @@ pub(crate) struct Credits {
 pub(crate) enum CreditRoute {
     /// It is this rank: the word is our own.
     Own,
-    /// By a write to its table; whether it is alive is asked through another queue pair.
-    Remote { qp: Qp, probe: Qp, word: RemoteAddr },
+    /// By a store to shared memory, or a write to its table; whether it is alive is asked through another queue pair.
+    Remote { qp: Qp, probe: Qp, word: RemoteAddr, shared: Option<Word32> },
 }
 
 /// The last announcement, and the last question whether the peer is alive.
@@ -279,15 +282,15 @@ fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
 }
 
 impl Credits {
-    /// Over the entry of `rank` in the table, for a queue of `depth` sends.
+    /// Over the entry of `rank` in the table, for a queue of `depth` sends. `ready` is the word of the peer in shared memory, if any.
     pub(crate) fn new(
         table: &Memory,
         rank: usize,
         (depth, traffic): (usize, Traffic),
-        route: CreditRoute,
+        (route, ready): (CreditRoute, Option<Word32>),
         flag: Arc<CreditFlag>,
     ) -> gdsync::Result<Self> {
-        let ready = table.word32(offset(rank))?;
+        let ready = ready.map_or_else(|| table.word32(offset(rank)), Ok)?;
         let wanted = table.word32(offset(rank) + WANTED)?;
         let note = table.slice(offset(rank) + NOTE, NOTE_BYTES)?;
         let number = u32::try_from(rank).unwrap_or(u32::MAX);
@@ -299,7 +302,8 @@ impl Credits {
         let last =
             Mutex::new(Announcement { written: None, asked: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
-        let is_prompt = matches!(route, CreditRoute::Own) || !flag.has_watchdog;
+        let is_free = matches!(route, CreditRoute::Own | CreditRoute::Remote { shared: Some(_), .. });
+        let is_prompt = is_free || !flag.has_watchdog;
         let (wants, aborts, has_ended) = Default::default();
         Ok(Self {
             ready,
@@ -318,6 +322,11 @@ impl Credits {
             route,
             _name: name,
         })
+    }
+
+    /// Whether receives are announced in memory that is shared with the peer.
+    pub(crate) fn is_shared(&self) -> bool {
+        matches!(self.route, CreditRoute::Remote { shared: Some(_), .. })
     }
 
     /// Whether receives are announced before the watchdog does it.
@@ -395,6 +404,7 @@ impl Credits {
         let posted = self.posted.load(Ordering::SeqCst);
         match &self.route {
             CreditRoute::Own => self.ready.store(posted),
+            CreditRoute::Remote { shared: Some(word), .. } => word.store(posted),
             CreditRoute::Remote { qp, word, .. } => {
                 last.is_new = true;
                 let bytes = posted.to_le_bytes();
@@ -414,12 +424,12 @@ impl Credits {
     /// [`gdsync::Error::QueueFull`].
     pub(crate) fn check_room(&self) -> gdsync::Result<()> {
         match &self.route {
-            CreditRoute::Own => Ok(()),
+            CreditRoute::Own | CreditRoute::Remote { shared: Some(_), .. } => Ok(()),
             CreditRoute::Remote { qp, .. } => with_room(qp, || qp.wait_send_room(2, Duration::ZERO)),
         }
     }
 
-    /// Adds the announcement of a receive at this index, which the stream has posted before, to a batch.
+    /// Adds the announcement of a receive at this index to a batch.
     ///
     /// # Errors
     /// Why it could not be written; [`gdsync::Error::Deadline`] where another stream does not leave the queue.
@@ -446,6 +456,7 @@ impl Credits {
         }
         match &self.route {
             CreditRoute::Own => batch.write_value32(&self.ready, number),
+            CreditRoute::Remote { shared: Some(word), .. } => batch.write_value32(word, number),
             CreditRoute::Remote { qp, word, .. } => {
                 let bytes = number.to_le_bytes();
                 let wr = [SendWr::write_inline(*word, &bytes)];

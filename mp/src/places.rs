@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::Builder;
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::{ExportedMemory, Memory, PeerMemory, WeakMemory, Word64};
+use gdsync::memory::{ExportedMemory, Memory, PeerMemory, WeakMemory, Word32, Word64};
 use gdsync::stream::{OpenMemory, PeerSignal, Placement, ReceiveLine};
 use parking_lot::Mutex;
 
@@ -28,6 +28,8 @@ const SLOTS: usize = 64;
 const TOLD: usize = LINES * ReceiveLine::BYTES;
 /// Offset of a word that is not 0 after an allocation could not be exported.
 const REFUSED: usize = TOLD + 8;
+/// Offset of the word that announces receives: see `credit`.
+const READY: usize = TOLD + 16;
 /// Offset of the slots, each a generation and an export.
 const FIRST: usize = TOLD + 64;
 const STRIDE: usize = 192;
@@ -121,6 +123,11 @@ impl Places {
         };
         let own = Own { gpu: gpu.clone(), table: own, known: Mutex::new(known), arrivals: OnceLock::new() };
         Ok(Self { near, own, theirs: Arc::new(theirs) })
+    }
+
+    /// The words that announce receives: those of the other rank, and those of this one.
+    pub(crate) fn ready(&self) -> [Word32; 2] {
+        [&self.theirs.table, &self.own.table].map(|table| table.word32(READY).expect(WORDS))
     }
 
     /// Finds where a receive is, before it is posted. Tells the allocation to the other rank if it is new.

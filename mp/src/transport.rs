@@ -291,11 +291,18 @@ impl Transport {
         place: Place,
     ) -> gdsync::Result<Completion> {
         self.credits.check_room()?;
-        let completion = batch.post_recv(&self.qp.recv, &RecvWr::new(sges))?;
         mark_only_once(batch);
-        self.tell(completion.index(), place);
-        // Without it the peer would wait for ever.
-        self.credits.announce_in_batch(batch, completion.index()).inspect_err(|error| self.fail(error))?;
+        let (qp, wr) = (&self.qp.recv, &RecvWr::new(sges));
+        let announce = |batch: &mut Batch, index| {
+            self.tell(index, place);
+            // Without it the peer would wait for ever.
+            self.credits.announce_in_batch(batch, index).inspect_err(|error| self.fail(error))
+        };
+        if self.credits.is_shared() {
+            return batch.announce_recv(qp, wr, announce);
+        }
+        let completion = batch.post_recv(qp, wr)?;
+        announce(batch, completion.index())?;
         Ok(completion)
     }
 

@@ -255,8 +255,23 @@ impl Batch {
     /// [`Error::QueueFull`], [`Error::WorkRequest`], [`Error::WrongState`]; at submission [`Error::Busy`] and
     /// [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn post_recv(&mut self, qp: &Qp, wr: &RecvWr<'_>) -> Result<Completion> {
+        self.announce_recv(qp, wr, |_, _| Ok(()))
+    }
+
+    /// As [`Batch::post_recv`], behind what `announce` adds for the receive at an index of the queue: who posts the next one to `qp`, after
+    /// the stream has posted this one, comes behind its announcement.
+    ///
+    /// # Errors
+    /// Those of [`Batch::post_recv`] and of `announce`, which takes the receive back.
+    pub fn announce_recv(
+        &mut self,
+        qp: &Qp,
+        wr: &RecvWr<'_>,
+        announce: impl FnOnce(&mut Self, u64) -> Result<()>,
+    ) -> Result<Completion> {
         let receive = PreparedRecv::new(&qp.recv, wr)?;
         let completion = receive.completion();
+        announce(self, completion.index())?;
         self.ops.push(receive.op());
         self.rare().receives.push(receive);
         self.only_once(
