@@ -38,8 +38,8 @@ enum Cond : u32 { GEQ, EQ, AND, NOR };
 // GPUs, or a signal behind it, which must not follow a wait that the CPU ends because the stream has failed. FOUND: only if the
 // last FIND has found a receive; a COPY is into it then, and `addr` is the table of what is open. DIRECT: only if the last PACK was
 // into the place. BY_MOVE: a wait that the PACK or TAKE behind it does, in each thread. EITHER: a wait that is over, too, when the word of
-// the WAIT_64 behind it has its value; no step of an application has it.
-enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8, DIRECT = 16, BY_MOVE = 32, EITHER = 64 };
+// the WAIT_64 behind it has its value; no step of an application has it. CREDIT: a wait for a word that only grows.
+enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8, DIRECT = 16, BY_MOVE = 32, EITHER = 64, CREDIT = 128 };
 
 struct Op {
     u32 kind;
@@ -65,7 +65,7 @@ struct Head {
     Status *status;
     u64 limit_ns;
     u64 submission;
-    // Operations that follow; of a program of steps, steps.
+    // Operations that follow, and in the upper half the index of the first FIND; of a program of steps, steps.
     u64 count;
 };
 

@@ -77,7 +77,7 @@ fn run(params: &[*mut c_void], copies: bool) {
     // SAFETY: behind the head.
     let first = unsafe { params[0].cast::<Head>().add(1) }.cast::<Op>();
     // SAFETY: so many are there.
-    let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(head.count).unwrap()) };
+    let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(low(head.count)).unwrap()) };
     let mut failed = has_failed(&head);
     let mut errors = 0;
     let mut late = Late::default();

@@ -72,7 +72,7 @@ static __device__ __forceinline__ u64 wait(const Head &head, const Op *ops, u64 
     // The CPU fails a stream before it ends its waits: nothing that a peer takes for good comes behind these.
     *failed |= detail::has_failed(head);
     // What it has seen, the kernels behind this one see too.
-    if (!(op.flags & EITHER) && (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind)))
+    if (!(op.flags & EITHER) && (i + 1 == (u32)head.count || !detail::has_fence(ops[i + 1].kind)))
         detail::order(op);
     return i;
 }
@@ -155,11 +155,32 @@ static __device__ u64 find(const Op &line, u64 table, u64 len)
     const u64 entry = table + 16 * (where >> 40 & 255), offset = where & (((u64)1 << 40) - 1);
     if (told >> 32 != line.value || (u32)told < len || where >> 48 == 0)
         return 0;
-    const u64 open = detail::acquire_64(entry + 8);
-    if (open >> 48 != where >> 48 || offset + len > (open & (((u64)1 << 48) - 1)))
-        return 0;
-    return detail::load_64(entry) + offset;
+    u64 base, open;
+    load_pair(entry, &base, &open);
+    return open >> 48 == where >> 48 && offset + len <= (open & (((u64)1 << 48) - 1)) ? base + offset : 0;
 }
+
+// What is known of the first receive that a program has to find, before the kernel ahead has ended: a look at memory of the host takes
+// 1 us. The line stays as it is once it is told, and so does the credit in front of it.
+struct Early {
+    // The index of the FIND, which has a LENGTH before it; 0 if there is none.
+    u32 at;
+    // Its answer, if not 0; whether the credit was there.
+    u64 found;
+    bool has_credit;
+
+    __device__ __forceinline__ Early(const Head &head, const Op *ops) : at(head.count >> 32), found(0), has_credit(false)
+    {
+        if (at == 0 || gridDim.x > 1 || threadIdx.x > 0)
+            return;
+        u32 credit = 0;
+        const bool awaits = at > 1 && ops[at - 2].flags & CREDIT;
+        if (awaits)
+            credit = detail::load_32(ops[at - 2].addr);
+        found = find(ops[at], ops[at + 1].addr, ops[at - 1].value);
+        has_credit = awaits && (int)(credit - (u32)ops[at - 2].value) >= 0;
+    }
+};
 
 // What the blocks of a copy share, behind the status; zero between kernels.
 struct Blocks {
@@ -185,10 +206,13 @@ static __device__ bool needs_leader(const Op *op)
 // first leads if needed, and the last one does all behind the copy.
 static __device__ void run_copies(const Head &head, const Op *ops)
 {
+    const Early early(head, ops);
+    follow();
     __shared__ u64 to;
     __shared__ bool is_last;
     Blocks *const blocks = (Blocks *)(head.status + 1);
     const bool first = threadIdx.x == 0;
+    const u32 count = (u32)head.count;
     bool alone = gridDim.x == 1, fenced = false;
     const bool is_led = !alone && needs_leader(ops);
     // By arrival, not by its index: it runs, whatever else holds the multiprocessors, and its waits have a limit. So have
@@ -196,7 +220,7 @@ static __device__ void run_copies(const Head &head, const Op *ops)
     bool leads = first && (!is_led || atomicAdd(&blocks->come, 1) == 0);
     u32 failed = leads ? detail::has_failed(head) : 0, errors = 0;
     u64 len = 0, found = 0;
-    for (u64 i = 0; i < head.count; ++i) {
+    for (u64 i = 0; i < count; ++i) {
         const Op op = ops[i];
         if (op.kind == LENGTH) {
             len = op.value;
@@ -205,16 +229,16 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         if (op.kind == FIND) {
             // The copy follows.
             if (leads && !failed)
-                found = find(op, ops[i + 1].addr, len);
+                found = i == early.at && early.found ? early.found : find(op, ops[i + 1].addr, len);
             continue;
         }
         if (op.kind != COPY) {
             if (!leads || (op.flags & FOUND && !found))
                 continue;
-            if (detail::is_wait(op))
-                i = wait(head, ops, i, &failed, &errors);
-            else
+            if (!detail::is_wait(op))
                 detail::act(head, op, fenced, failed, &errors);
+            else if (!early.has_credit || i + 2 != early.at)
+                i = wait(head, ops, i, &failed, &errors);
             fenced = false;
             continue;
         }
@@ -267,13 +291,11 @@ static __device__ void run_copies(const Head &head, const Op *ops)
 
 extern "C" __global__ void __launch_bounds__(512) gds_copy_12(const __grid_constant__ Parameter<12> program)
 {
-    follow();
     run_copies(program.head, program.ops);
 }
 
 extern "C" __global__ void __launch_bounds__(512) gds_copy_160(const __grid_constant__ Parameter<160> program)
 {
-    follow();
     run_copies(program.head, program.ops);
 }
 
@@ -288,7 +310,6 @@ extern "C" __global__ void __launch_bounds__(512) gds_copy_at(u64 at)
     for (u32 i = 32 + threadIdx.x; i * sizeof(Piece) < used; i += blockDim.x)
         copy(pieces, at, i);
     __syncthreads();
-    follow();
     run_copies(program.head, program.ops);
 }
 

@@ -117,7 +117,7 @@ pub struct Head {
     pub limit_ns: u64,
     /// Number of the submission.
     pub submission: u64,
-    /// Number of operations that follow.
+    /// Number of operations that follow, and in the upper half the index of the first FIND.
     pub count: u64,
 }
 
@@ -165,6 +165,8 @@ mod flag {
     pub(super) const BY_MOVE: u16 = 32;
     /// A wait that is over, too, when the one behind it is.
     pub(super) const EITHER: u16 = 64;
+    /// A wait for a word that only grows.
+    pub(super) const CREDIT: u16 = 128;
 }
 
 impl KernelOp {
@@ -286,6 +288,13 @@ impl KernelOp {
     #[inline]
     pub fn wait32(place: Place, value: u32, cond: Cond) -> Self {
         Self::wait(kind::WAIT_32, place, value.into(), cond)
+    }
+
+    /// Waits until a 32-bit word that only grows has reached a value.
+    #[inline]
+    pub fn wait_credit(place: Place, value: u32) -> Self {
+        let wait = Self::wait32(place, value, Cond::Geq);
+        Self { flags: wait.flags | flag::CREDIT, ..wait }
     }
 
     /// Waits for a 64-bit word.
@@ -652,7 +661,9 @@ impl KernelExecutor {
             ops: &[KernelOp],
             call: impl FnOnce(*mut *mut c_void) -> T,
         ) -> T {
-            let head = Head { count: ops.len() as u64, ..head };
+            // Only messages, which graphs refuse, have one.
+            let find = ops.iter().position(|op| op.kind == kind::FIND).unwrap_or(0);
+            let head = Head { count: ops.len() as u64 | (find as u64) << 32, ..head };
             let mut program = Parameter { head, ops: [const { MaybeUninit::uninit() }; N] };
             for (slot, op) in program.ops.iter_mut().zip(ops) {
                 slot.write(*op);
@@ -735,8 +746,8 @@ mod tests {
         assert_eq!([kind::ADD_64, kind::LENGTH, kind::COPY, kind::FIND], [8, 9, 10, 12]);
         assert_eq!([kind::PACK, kind::TAKE], [13, 14]);
         let [near, last, peer, found] = [flag::NEAR, flag::LAST, flag::PEER, flag::FOUND];
-        let [direct, by_move, either] = [flag::DIRECT, flag::BY_MOVE, flag::EITHER];
-        let more = format!("DIRECT = {direct}, BY_MOVE = {by_move}, EITHER = {either}");
+        let [direct, by_move, either, credit] = [flag::DIRECT, flag::BY_MOVE, flag::EITHER, flag::CREDIT];
+        let more = format!("DIRECT = {direct}, BY_MOVE = {by_move}, EITHER = {either}, CREDIT = {credit}");
         let flags = format!(
             "enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer}, FOUND = {found}, {more} }};"
         );

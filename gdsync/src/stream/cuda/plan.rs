@@ -415,6 +415,10 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
             steps.push(KernelOp::write32(at.memory().gpu_addr(gpu)?, value));
         }
         Op::Write64 { ref at, value } => steps.push(KernelOp::write64(at.memory().gpu_addr(gpu)?, value)),
+        // Only credits name a queue pair.
+        Op::Wait32 { ref at, value, of: Some(_), .. } => {
+            steps.push(KernelOp::wait_credit(word(gpu, op, at.memory())?, value));
+        }
         Op::Wait32 { ref at, value, cond, .. } => {
             steps.push(KernelOp::wait32(word(gpu, op, at.memory())?, value, cond));
         }
