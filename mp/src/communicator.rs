@@ -365,7 +365,8 @@ impl Communicator {
         match &self.0.outstanding {
             // A complete receive that nobody has waited for is released first.
             Some(outstanding) => outstanding.claim(pieces, Some(rank), |other| {
-                other.and_then(|other| self.0.peers.get(other)).into_iter().for_each(|peer| peer.recycle());
+                let peer = other.and_then(|other| self.0.peers.get(other));
+                peer.into_iter().for_each(|peer| peer.settle_arrived());
             }),
             None => Ok(ReceiveClaims::new()),
         }

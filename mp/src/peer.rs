@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::thread::yield_now;
+use std::time::Duration;
 
 use gdsync::stream::{Batch, PreparedSend};
 use gdsync::verbs::{Completion, SendWr, Sge};
@@ -15,6 +17,10 @@ use crate::places::Places;
 use crate::registration::{Piece, Registration};
 use crate::shm_fifo::{FifoReceive, ShmFifo};
 use crate::transport::{Companion, DRAIN, Transport, mark_only_once};
+use crate::wait::Deadline;
+
+/// How long the completion of a message that has arrived may take: then its rank is lost, or about to be.
+const FOLLOWS: Duration = Duration::from_secs(5);
 
 /// A rank, and the operations under way with it.
 #[derive(Debug)]
@@ -428,6 +434,23 @@ impl Peer {
         let error = self.transport.check().err()?;
         let gdsync::Error::QpStopped { reason, .. } = error else { return None };
         matches!(*reason, gdsync::Error::StreamWait { .. }).then(|| Arc::unwrap_or_clone(reason))
+    }
+
+    /// As [`Peer::recycle`], and waits for the completions of receives whose message a stream may have seen already: they follow at once.
+    #[cold]
+    pub(crate) fn settle_arrived(&self) {
+        self.recycle();
+        let ops: Vec<_> = self.in_flight[Direction::Recv as usize].lock().ops().cloned().collect();
+        let deadline = Deadline::after(FOLLOWS);
+        let has_arrived = |op: &InFlightOp| {
+            self.transport.arrival(op.index()).is_some_and(|(word, value)| word.load() == value)
+        };
+        for op in ops.iter().filter(|op| has_arrived(op)) {
+            while matches!(op.outcome(), Ok(None)) && !deadline.is_over() {
+                yield_now();
+                self.recycle();
+            }
+        }
     }
 
     /// Takes completions, releases buffers, and asks a silent rank whether it is alive if anything is under way.

@@ -582,7 +582,8 @@ impl CqInner {
             self.reap_locked(state);
             self.free(state);
         }
-        if !state.is_free_for(stream.id) {
+        // Its completions may still be to come: see `Batch::wait_or_value64`.
+        if !state.is_free_for(stream.id) && !self.has_passed_all(state) {
             let owner = stream_name::describe(state.stream);
             return Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner });
         }
@@ -594,14 +595,25 @@ impl CqInner {
         Ok(())
     }
 
-    /// Checks that `stream` need not wait for completion `n`: it has arrived, or an earlier wait of the same stream
-    /// covers it.
+    /// Whether the stream that last waited here has passed all its claims.
+    fn has_passed_all(&self, state: &mut CqState) -> bool {
+        state.passed = self.passed(state.passed);
+        let end = state.unsubmitted.front().map_or(state.claim_next, |&(first, _)| first);
+        state.passed >= end
+    }
+
+    /// Checks that `stream` need not wait for completion `n`: it has arrived, a stream has passed a wait for it, or an earlier wait of
+    /// the same stream covers it.
     pub(crate) fn covers(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         self.fork_guard.check()?;
         self.reap();
-        let state = self.state.lock();
+        let mut state = self.state.lock();
         let held = state.unsubmitted.front().is_some_and(|&(first, _)| first <= n);
         if n < state.reaped || (state.stream == stream && !held) {
+            return Ok(());
+        }
+        state.passed = self.passed(state.passed);
+        if n < state.passed && !held {
             return Ok(());
         }
         let owner = if held {

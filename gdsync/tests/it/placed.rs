@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use gdsync::Error;
 use gdsync::memory::{Memory, PeerMemory};
-use gdsync::stream::{Batch, OpenMemory, PeerSignal, Placement, ReceiveLine, Via};
+use gdsync::stream::{Batch, OpenMemory, PeerSignal, Placement, ReceiveLine, Stream, Via};
 use gdsync::verbs::{Access, Completion, RecvWr, SendWr};
 
 use crate::common::{PATIENCE, is_device_named, pair, pattern, stream};
@@ -117,34 +117,36 @@ fn waits_are_over_by_the_word_before_the_completion() {
     for place in places().filter(|place| place.via == Via::Kernel) {
         let (a, b) = pair(64, |build| build.on_gpu(&place.gpu, place.on_gpu).max_recv_wr(4));
         let word = place.gpu.alloc(64).unwrap().word64(0).unwrap();
-        let s = place.stream(PATIENCE);
+        let streams = [(); 2].map(|()| place.stream(PATIENCE));
         let receive = || b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 64).unwrap()])]).unwrap();
         let send = || a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 64).unwrap()])]).unwrap();
-        let wait = |completion: &Completion, value| {
+        let wait = |s: &Stream, completion: &Completion, value| {
             let mut batch = Batch::new();
             batch.wait_or_value64(completion, &word, value).unwrap();
             s.submit(&mut batch).unwrap();
         };
         for n in 1..20 {
+            let [s, other] = [0, n / 2 % 2].map(|at| &streams[usize::try_from(at).unwrap()]);
             let received = receive();
-            wait(&received, n);
+            wait(s, &received, n);
             assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{n}, {place:?}");
             word.store(n);
             s.synchronize(PATIENCE).unwrap();
             assert!(received.status().unwrap().is_none());
-            // The next one is waited for meanwhile, and neither takes the completion of the other.
+            // The next one is waited for meanwhile, also by another stream, and neither takes the completion of the other.
             let next = receive();
-            wait(&next, 0);
+            other.wait(&received).unwrap();
+            wait(other, &next, 0);
             send().wait(PATIENCE).unwrap().ok().unwrap();
             received.wait(PATIENCE).unwrap().ok().unwrap();
-            assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{n}, {place:?}");
+            assert!(matches!(other.synchronize(SHORT), Err(Error::Deadline { .. })), "{n}, {place:?}");
             send().wait(PATIENCE).unwrap().ok().unwrap();
-            s.synchronize(PATIENCE).unwrap();
+            other.synchronize(PATIENCE).unwrap();
             next.wait(PATIENCE).unwrap().ok().unwrap();
         }
         // The word tells of one receive only.
-        let [first, second] = [receive(), receive()];
-        wait(&second, word.load());
+        let ([first, second], s) = ([receive(), receive()], &streams[0]);
+        wait(s, &second, word.load());
         assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{place:?}");
         [send(), send()].iter().for_each(|sent| _ = sent.wait(PATIENCE).unwrap().ok().unwrap());
         s.synchronize(PATIENCE).unwrap();
