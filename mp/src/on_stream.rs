@@ -14,8 +14,8 @@ use crate::transport::{at_once, mark_only_once, refuse_in_capture};
 
 impl Communicator {
     /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then.
-    /// Between GPUs of a host a kernel of the stream puts payloads from 4 KiB on into the receive: see [`Communicator::path_of`]. Graphs
-    /// refuse it: see [`Channel`](crate::Channel).
+    /// Between GPUs of a host a kernel of the stream puts the payload into the receive, and tells a stream that waits for it: see
+    /// [`Communicator::path_of`]. Graphs refuse it: see [`Channel`](crate::Channel).
     ///
     /// Until it is complete, do not write what it sends, and the CPU and other streams cannot send to the same rank. The stream does
     /// not wait for that, so work queued behind it may change the bytes: wait for the request, or use
@@ -64,7 +64,7 @@ impl Communicator {
             let mut batch = Batch::new();
             let completion = peer.send_in_batch(&mut batch, pieces, sges)?;
             if waits {
-                batch.wait(&completion)?;
+                batch.wait_unless_placed(&completion)?;
             }
             stream.submit(&mut batch)?;
             Ok((completion, ()))
@@ -278,7 +278,7 @@ impl Communicator {
     }
 
     /// Holds a stream until a message is complete. A stream that is released by a failure goes on too: look at
-    /// [`Stream::synchronize`] or the request.
+    /// [`Stream::synchronize`] or the request, which may be complete some microseconds after the stream has gone on.
     ///
     /// # Errors
     /// [`Error::Message`](crate::Error::Message): the connection is broken, the stream is full or failed, or another

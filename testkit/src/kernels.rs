@@ -158,7 +158,7 @@ impl Late {
     fn execute(&mut self, head: &Head, op: &Op, next: u64, failed: &mut bool, errors: &mut u32) {
         match op.kind {
             9 => (self.len, self.place) = (usize::try_from(op.value).unwrap(), op.addr),
-            _ if op.flags & FOUND != 0 && self.found == 0 => {}
+            _ if op.flags & FOUND != 0 && is_wait(op.kind) == (self.found != 0) => {}
             _ if op.flags & DIRECT != 0 && !self.is_direct => {}
             10 | PACK | TAKE if *failed => {}
             10 if op.flags & FOUND != 0 => self.copy(self.found, op.value, self.len),
@@ -215,6 +215,7 @@ impl Late {
     }
 
     fn copy(&mut self, to: u64, from: u64, len: usize) {
+        self.found = to;
         // Behind a barrier of the block it sees what it has written.
         self.arrive();
         // SAFETY: memory that the submission keeps alive; who writes to it meanwhile is in error.

@@ -116,9 +116,13 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
             );
         }
         // Copies between GPUs are refused at submission, and the device moves what is not placed.
-        Op::Barrier | Op::Flush | Op::OrValue { .. } | Op::Peer(_) | Op::Message(_) | Op::Place(_) => {
-            fence(Ordering::SeqCst)
-        }
+        Op::Barrier
+        | Op::Flush
+        | Op::OrValue { .. }
+        | Op::UnlessPlaced
+        | Op::Peer(_)
+        | Op::Message(_)
+        | Op::Place(_) => fence(Ordering::SeqCst),
         Op::Trigger(source, value) => {
             fence(Ordering::SeqCst);
             source.send_doorbell().into_iter().for_each(|send_doorbell| send_doorbell.ring(value));

@@ -91,6 +91,8 @@ pub(crate) enum Op {
         /// Its value.
         value: u64,
     },
+    /// The [`Op::Await`] before it is left out where kernels have placed the send: see [`Op::Place`].
+    UnlessPlaced,
     /// A system-scope memory barrier.
     Barrier,
     /// Copies between GPUs, and signals: see [`PeerCopy`].
@@ -120,7 +122,7 @@ impl Op {
             Self::Peer(copy) => copy.is_found(),
             Self::Message(message) => message.is_found(),
             Self::Place(placing) => placing.is_found(),
-            Self::Barrier | Self::Flush | Self::HostFn(_) => true,
+            Self::UnlessPlaced | Self::Barrier | Self::Flush | Self::HostFn(_) => true,
         }
     }
 
@@ -219,6 +221,7 @@ impl Op {
             Op::Peer(copy) => Op::Peer(copy.clone()),
             Op::Message(message) => Op::Message(message.clone()),
             Op::Place(placing) => Op::Place(placing.clone()),
+            Op::UnlessPlaced => Op::UnlessPlaced,
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
             Op::HostFn(_) => return None,
@@ -236,6 +239,7 @@ impl fmt::Debug for Op {
             Op::Peer(copy) => write!(f, "{copy:?}"),
             Op::Message(message) => write!(f, "{message:?}"),
             Op::Place(placing) => write!(f, "{placing:?}"),
+            Op::UnlessPlaced => f.write_str("UNLESS PLACED"),
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),
             Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),

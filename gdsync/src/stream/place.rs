@@ -155,6 +155,7 @@ pub(crate) struct Placing {
     /// The receive, if it is known already.
     receive: Option<(PeerMemory, usize)>,
     mark: Memory,
+    sent: Completion,
 }
 
 impl fmt::Debug for Placing {
@@ -205,7 +206,8 @@ impl Batch {
                 || ReceiveLine::load(&placement.line).ok().filter(|line| line.number == placement.number);
             let receive = placement.is_posted.then(line).flatten();
             let receive = receive.and_then(|line| placement.open.find(&line, placement.payload.len()));
-            self.ops.push(Op::Place(Arc::new(Placing { placement, receive, mark })));
+            let sent = send.completion();
+            self.ops.push(Op::Place(Arc::new(Placing { placement, receive, mark, sent })));
             // The number and the mark are of one message.
             _ = self.only_once.get_or_insert((
                 "a send into a receive that a peer has told of",
@@ -215,6 +217,25 @@ impl Batch {
         self.post(send)
     }
 
+    /// As [`Batch::wait`], for a send. If it was [posted](Batch::post_placed) last in this batch, kernels that have put its payload into the
+    /// receive go on at once, as the memory may be written again; the completion follows. Only if no earlier completion is waited for with
+    /// it.
+    ///
+    /// # Errors
+    /// As [`Batch::wait`].
+    pub fn wait_unless_placed(&mut self, completion: &Completion) -> Result<()> {
+        let last = self.ops.iter().rev().find_map(|op| match op {
+            Op::Place(placing) => Some(Some(&placing.sent)),
+            // Another copy.
+            Op::Peer(_) | Op::Message(_) => Some(None),
+            _ => None,
+        });
+        match last.flatten().is_some_and(|sent| sent.is(completion)) {
+            true => self.wait_with(completion, Op::UnlessPlaced),
+            false => self.wait(completion),
+        }
+    }
+
     /// As [`Batch::wait`], for a receive. Kernels also go on when `word`, in memory of their GPU, has this value: a peer writes it behind a
     /// payload that it has [put](Batch::post_placed) into the receive, whose completion follows. Only if no earlier completion is waited
     /// for with it.
@@ -222,11 +243,16 @@ impl Batch {
     /// # Errors
     /// As [`Batch::wait`].
     pub fn wait_or_value64(&mut self, completion: &Completion, word: &Word64, value: u64) -> Result<()> {
+        self.wait_with(completion, Op::OrValue { at: word.clone(), value })
+    }
+
+    /// Waits, with what ends the wait before its completion if that is the only one.
+    fn wait_with(&mut self, completion: &Completion, earlier: Op) -> Result<()> {
         let claimed = self.waits.len();
         self.wait(completion)?;
         if self.waits.get(claimed).is_some_and(PreparedWait::is_for_one) {
-            self.ops.push(Op::OrValue { at: word.clone(), value });
-            _ = self.only_once.get_or_insert(("a wait for a receive or a word", "Batch::wait"));
+            self.ops.push(earlier);
+            _ = self.only_once.get_or_insert(("a wait that may end before its completion", "Batch::wait"));
         }
         Ok(())
     }

@@ -28,6 +28,11 @@ impl fmt::Debug for Completion {
 }
 
 impl Completion {
+    /// Whether it is of the same work request.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.n == other.n && self.life == other.life && Arc::ptr_eq(&self.end, &other.end)
+    }
+
     /// The number of the work request in its queue, from 0. A cancelled request's number is reused by the next one.
     #[inline]
     pub fn index(&self) -> u64 {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use gdsync::Error;
+use gdsync::hca::FaultPlan;
 use gdsync::memory::{Memory, PeerMemory};
 use gdsync::stream::{Batch, OpenMemory, PeerSignal, Placement, ReceiveLine, Stream, Via};
 use gdsync::verbs::{Access, Completion, RecvWr, SendWr};
@@ -72,13 +73,14 @@ fn only_right_lines_are_followed() {
             let mut batch = Batch::new();
             let sent = batch.post_placed(send, placement);
             batch.wait_or_value64(&received, &word, n).unwrap();
-            batch.wait(&sent).unwrap();
+            batch.wait_unless_placed(&sent).unwrap();
             s.submit(&mut batch).unwrap();
             s.synchronize(PATIENCE).unwrap();
             let mut came = vec![0; len];
             to.memory().read(100, &mut came).unwrap();
             assert!(came == bytes, "{line:?}, {len}, {place:?}");
             assert_eq!(received.wait(PATIENCE).unwrap().byte_len as usize, len);
+            sent.wait(PATIENCE).unwrap().ok().unwrap();
             let is_placed = b.context.stats().placed > before;
             assert_eq!(is_placed, is_right, "{line:?}, {len}, {place:?}");
             assert_eq!(word.load() == n, is_right, "{line:?}, {len}, {place:?}");
@@ -106,6 +108,50 @@ fn streams_of_the_host_place_nothing() {
     s.submit(&mut batch).unwrap();
     s.synchronize(PATIENCE).unwrap();
     assert_eq!(b.memory().to_vec(), pattern(64, 1));
+}
+
+/// Both streams go on while the device is still busy with the message; one whose payload the device moves waits.
+#[test]
+fn streams_do_not_wait_for_the_device() {
+    if is_device_named() {
+        return;
+    }
+    for place in places().filter(|place| place.via == Via::Kernel) {
+        let gpu = &place.gpu;
+        let (a, b) = pair(64, |build| build.on_gpu(gpu, place.on_gpu));
+        let [from, to] =
+            [&a, &b].map(|side| side.pd.register(&gpu.alloc(64).unwrap(), Access::all()).unwrap());
+        let open = OpenMemory::new(gpu, 4).unwrap();
+        let peer = PeerMemory::open(gpu, &to.memory().export().unwrap()).unwrap();
+        open.set(2, 7, peer.clone()).unwrap();
+        let (line, word) = (Memory::alloc(16).unwrap(), to.memory().word64(56).unwrap());
+        let line_of = |number| ReceiveLine { number, len: 8, offset: 0, ..LINE };
+        let [sender, receiver] = [(); 2].map(|()| place.stream(PATIENCE));
+        for (n, is_right) in [(1, true), (2, false), (3, true)] {
+            let value = u64::from(n);
+            from.memory().word64(0).unwrap().store(10 + value);
+            let received = b.qp.post_recv(&[RecvWr::new(&[to.sge(0, 8).unwrap()])]).unwrap();
+            line_of(if is_right { n } else { 9 }).store(&line, 0).unwrap();
+            let delay = (1.0, Duration::from_millis(40));
+            a.context.inject(FaultPlan { delay, ..FaultPlan::default() }).unwrap();
+            let send = a.qp.prepare_send(&[SendWr::send(&[from.sge(0, 8).unwrap()])]).unwrap();
+            let told = Some(PeerSignal { to: peer.clone(), offset: 56, value, add: false });
+            let (payload, line, open) = (from.memory().slice(0, 8).unwrap(), line.clone(), open.clone());
+            let mut batch = Batch::new();
+            let sent =
+                batch.post_placed(send, Placement { payload, line, number: n, is_posted: false, open, told });
+            batch.wait_unless_placed(&sent).unwrap();
+            sender.submit(&mut batch).unwrap();
+            batch.wait_or_value64(&received, &word, value).unwrap();
+            receiver.submit(&mut batch).unwrap();
+            [&sender, &receiver].iter().for_each(|s| s.synchronize(PATIENCE).unwrap());
+            assert_eq!(to.memory().word64(0).unwrap().load(), 10 + value, "{n}, {place:?}");
+            assert_eq!(received.status().unwrap().is_none(), is_right, "{n}, {place:?}");
+            [received, sent]
+                .iter()
+                .for_each(|completion| _ = completion.wait(PATIENCE).unwrap().ok().unwrap());
+        }
+    }
 }
 
 /// The stream goes on by the word, and the completion comes later: over several laps of the ring.

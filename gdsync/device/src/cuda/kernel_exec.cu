@@ -233,7 +233,7 @@ static __device__ void run_copies(const Head &head, const Op *ops)
             continue;
         }
         if (op.kind != COPY) {
-            if (!leads || (op.flags & FOUND && !found))
+            if (!leads || (op.flags & FOUND && detail::is_wait(op) == (found != 0)))
                 continue;
             if (!detail::is_wait(op))
                 detail::act(head, op, fenced, failed, &errors);
@@ -264,6 +264,7 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         }
         __syncthreads();
         fenced = false;
+        found = to > STOPPED ? to : 0;
         if (alone)
             continue;
         if (first) {
@@ -274,7 +275,6 @@ static __device__ void run_copies(const Head &head, const Op *ops)
             const u32 own = to == STOPPED ? 0x10001 : 1, all = atomicAdd(&blocks->done, own) + own;
             leads = is_last = (all & 0xffff) == gridDim.x;
             failed = all >> 16;
-            found = to > STOPPED ? to : 0;
             if (is_last) {
                 detail::fence();
                 *blocks = Blocks{};

@@ -157,7 +157,7 @@ mod flag {
     pub(super) const LAST: u16 = 2;
     /// A copy between GPUs, or its signal: no memory operation does it, as that would also happen when the stream has failed.
     pub(super) const PEER: u16 = 4;
-    /// Only if the receive was found.
+    /// Only if the receive was found; a wait, only if nothing was copied.
     pub(super) const FOUND: u16 = 8;
     /// Only if the message went into its place.
     pub(super) const DIRECT: u16 = 16;
@@ -313,6 +313,12 @@ impl KernelOp {
     #[inline]
     pub const fn or(self, other: Self) -> [Self; 2] {
         [Self { flags: self.flags | flag::EITHER, ..self }, other]
+    }
+
+    /// Leaves this wait out behind a copy of the same program.
+    #[inline]
+    pub const fn unless_copied(self) -> Self {
+        Self { flags: self.flags | flag::PEER | flag::FOUND, ..self }
     }
 
     #[inline]

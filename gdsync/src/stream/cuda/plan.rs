@@ -326,7 +326,7 @@ impl Calls {
             match op {
                 Op::Trigger(..) | Op::Peer(_) | Op::Message(_) | Op::Place(_) if steps.is_empty() => {}
                 // With the wait before it.
-                Op::OrValue { .. } => continue,
+                Op::OrValue { .. } | Op::UnlessPlaced => continue,
                 Op::Await(..) => {
                     self.pass(&mut indices);
                     let [wait, index] = [steps[0], steps[1]];
@@ -334,6 +334,9 @@ impl Calls {
                         Some(Op::OrValue { at, value }) if self.by_kernel.ops && is_of(gpu, at.memory()) => {
                             let other = KernelOp::wait64(at.memory().place(gpu)?, *value, Cond::Eq);
                             self.put(&wait.or(other));
+                        }
+                        Some(Op::UnlessPlaced) if self.by_kernel.ops && self.kinds.has(Kinds::COPY) => {
+                            self.put(&[wait.unless_copied()]);
                         }
                         _ => self.put(&[wait]),
                     }
@@ -429,7 +432,7 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
         Op::Peer(ref copy) => copy.add_steps(gpu, by_kernel.ops || by_kernel.copies, steps)?,
         Op::Message(ref message) => message.add_steps(gpu, by_kernel.ops, by_kernel.copies, steps)?,
         Op::Place(ref placing) if by_kernel.copies => placing.add_steps(gpu, by_kernel.ops, steps)?,
-        Op::OrValue { .. } | Op::Place(_) | Op::Barrier | Op::Flush | Op::HostFn(_) => {}
+        Op::OrValue { .. } | Op::UnlessPlaced | Op::Place(_) | Op::Barrier | Op::Flush | Op::HostFn(_) => {}
     }
     Ok(())
 }
