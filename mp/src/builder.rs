@@ -9,6 +9,7 @@ use std::time::Duration;
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::env::variable;
+use gdsync::memory::Memory;
 use gdsync::rdma::DeviceConfig;
 use gdsync::recorder::Traffic;
 use gdsync::verbs::{Access, Context, OnGpu, Qp, QpAddress, RemoteAddr};
@@ -23,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, CommonCall, Exchange, Spawned, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, NearPath};
 use crate::peer::Peer;
-use crate::places::Places;
+use crate::places::{ARRIVAL_BYTES, Places};
 use crate::registration::Registration;
 use crate::rma_queue::AllRmaQueues;
 use crate::transport::{QpPair, QueueConfig, Transport, ack_timeout};
@@ -394,6 +395,8 @@ fn connect(
         cards.extend(card.to_bytes());
     }
     let cards = exchange.allgather(&cards, timeout)?;
+    let arrivals = queues.gpu.as_ref().filter(|_| devices.places.iter().any(Option::is_some));
+    let arrivals = arrivals.and_then(|gpu| arrival_words(gpu, size));
     let transports =
         pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
             let failed = |cause| Error::message(peer, "connect", cause);
@@ -402,7 +405,10 @@ fn connect(
             credits.iter().for_each(|credits| credits.name_ranks(rank, peer, Traffic::Announcements));
             messages.connect(theirs.messages).map_err(failed)?;
             let tables = devices.places.get_mut(peer).and_then(Option::take);
-            let places = queues.gpu.as_ref().zip(tables).map(|(gpu, tables)| Places::new(gpu, near, tables));
+            let places = queues.gpu.as_ref().zip(tables).map(|(gpu, tables)| {
+                let arrivals = arrivals.as_ref().map(|all| all.slice(peer * ARRIVAL_BYTES, ARRIVAL_BYTES));
+                Places::new(gpu, near, tables, arrivals.transpose()?)
+            });
             let places = places.transpose()?;
             let [ready, shared] = places.as_ref().map_or([None, None], |places| places.ready().map(Some));
             let route = match peer == rank {
@@ -422,6 +428,16 @@ fn connect(
             Ok(Transport::new(peer, via, messages, queues, credits, (fifo, places)))
         });
     Ok((transports.collect::<Result<_>>()?, table))
+}
+
+/// Memory of the GPU for the arrival words of all ranks: here, as CUDA may wait for streams. Without it streams wait for completions.
+fn arrival_words(gpu: &Gpu, ranks: usize) -> Option<Memory> {
+    let made = gpu.alloc(ranks * ARRIVAL_BYTES).and_then(|words| {
+        words.fill(0, words.len(), 0)?;
+        words.flush()?;
+        Ok(words)
+    });
+    made.inspect_err(|error| tracing::info!(%error, "streams wait for completions of receives")).ok()
 }
 
 /// The pause between two attempts: another rank has just died.

@@ -259,7 +259,7 @@ impl Communicator {
         let path = BufferPath::new(path, &transport.qp.send, buffer, &range)?;
         let Some(_) = of_streams else { return Ok(path) };
         let settings = &self.0.settings;
-        Ok(path.with_copies(match &transport.places {
+        Ok(path.with_copies(match transport.places() {
             _ if settings.near == NearPath::Queues => {
                 Err("this rank asked for queue pairs (MP_NEAR, or the builder)".into())
             }

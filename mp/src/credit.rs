@@ -28,6 +28,7 @@ use gdsync::recorder::{NamedWords, Purpose, Traffic};
 use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr, Sge};
 use gdsync_device::Condvar;
+use gdsync_device::fork_guard::ForkGuard;
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
@@ -230,7 +231,9 @@ pub(crate) struct Credits {
     /// Whether ours send to it, and whether a failed collective ends the connection.
     wants: AtomicBool,
     aborts: AtomicBool,
-    /// Announcing is free, or there is no watchdog to do it later.
+    /// Announcing is a store.
+    is_store: bool,
+    /// It is, or there is no watchdog to do it later.
     is_prompt: bool,
     numbers: Numbers,
     /// Receives posted for the peer. This and the next two are modulo 2^32.
@@ -242,6 +245,7 @@ pub(crate) struct Credits {
     last: Mutex<Announcement>,
     /// Nothing is announced any more.
     has_ended: AtomicBool,
+    fork_guard: ForkGuard,
     pub(crate) flag: Arc<CreditFlag>,
     route: CreditRoute,
     /// Tells errors and recordings what `ready` is.
@@ -302,15 +306,16 @@ impl Credits {
         let last =
             Mutex::new(Announcement { written: None, asked: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
-        let is_free = matches!(route, CreditRoute::Own | CreditRoute::Remote { shared: Some(_), .. });
-        let is_prompt = is_free || !flag.has_watchdog;
-        let (wants, aborts, has_ended) = Default::default();
+        let is_store = matches!(route, CreditRoute::Own | CreditRoute::Remote { shared: Some(_), .. });
+        let is_prompt = is_store || !flag.has_watchdog;
+        let (wants, aborts, has_ended, fork_guard) = Default::default();
         Ok(Self {
             ready,
             wanted,
             note,
             wants,
             aborts,
+            is_store,
             is_prompt,
             numbers: Numbers::new(depth),
             posted,
@@ -318,15 +323,11 @@ impl Credits {
             arrived,
             last,
             has_ended,
+            fork_guard,
             flag,
             route,
             _name: name,
         })
-    }
-
-    /// Whether receives are announced in memory that is shared with the peer.
-    pub(crate) fn is_shared(&self) -> bool {
-        matches!(self.route, CreditRoute::Remote { shared: Some(_), .. })
     }
 
     /// Whether receives are announced before the watchdog does it.
@@ -347,7 +348,7 @@ impl Credits {
             announced = low32(index);
             self.announced.store(announced, Ordering::Relaxed);
         }
-        if self.is_eager() && is_due(posted, announced, arrived) {
+        if self.is_store || self.is_eager() && is_due(posted, announced, arrived) {
             self.announce(&mut self.last.lock());
         } else {
             self.flag.set();
@@ -397,8 +398,8 @@ impl Credits {
     }
 
     fn announce(&self, last: &mut Announcement) {
-        // Others may have announced it since, or a stream will.
-        if self.has_ended.load(Ordering::Relaxed) || !self.is_behind() {
+        // Others may have announced it since, or a stream will. A forked child has no shared memory.
+        if !self.fork_guard.is_here() || self.has_ended.load(Ordering::Relaxed) || !self.is_behind() {
             return;
         }
         let posted = self.posted.load(Ordering::SeqCst);
@@ -549,10 +550,10 @@ impl Credits {
         self.numbers.next(index);
     }
 
-    /// As [`Credits::count`], of a message of a stream: its number, and the word that the stream must wait for until it has this value,
+    /// As [`Credits::count`], of a message of a stream, before which so many sends were cancelled: its number, and the word that the stream must wait for until it has this value,
     /// unless the receive is posted already.
-    pub(crate) fn next(&self, index: u64) -> (u32, Option<&Word32>) {
-        let number = self.numbers.next(index);
+    pub(crate) fn next(&self, index: u64, gaps: u64) -> (u32, Option<&Word32>) {
+        let number = self.numbers.next(index).wrapping_sub(low32(gaps));
         if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
             // The peer announces its receives at once from here on.
             self.ask(&mut self.last.lock(), &[]);

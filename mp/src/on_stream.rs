@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use gdsync::memory::Word64;
 use gdsync::stream::{Batch, Cond, Stream};
-use gdsync::verbs::Sge;
+use gdsync::verbs::{Completion, Sge};
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
@@ -264,9 +265,8 @@ impl Communicator {
         // The sender may wait for it, and no call of this rank may follow.
         request.catch_up();
         match request.for_stream()? {
-            Awaited::Completion(completion) => batch.wait(completion).map_err(|cause| request.failed(cause)),
-            Awaited::Arrival(completion, word, value) => {
-                batch.wait_or_value64(completion, &word, value).map_err(|cause| request.failed(cause))
+            Awaited::Completion(completion, word) => {
+                wait_for(batch, completion, word).map_err(|cause| request.failed(cause))
             }
             Awaited::Stream(ticket) => ticket.wait_in_batch(batch).map_err(|cause| request.failed(cause)),
             Awaited::Word(word, value) => {
@@ -291,11 +291,9 @@ impl Communicator {
         let stream = &at_once(stream);
         self.while_full(|| {
             let waits = match request.for_stream()? {
-                Awaited::Completion(completion) => stream.wait(completion),
-                Awaited::Arrival(completion, word, value) => {
+                Awaited::Completion(completion, word) => {
                     let mut batch = Batch::new();
-                    let wait = batch.wait_or_value64(completion, &word, value);
-                    wait.and_then(|()| stream.submit(&mut batch))
+                    wait_for(&mut batch, completion, word).and_then(|()| stream.submit(&mut batch))
                 }
                 Awaited::Stream(ticket) => ticket.wait_on_stream(stream),
                 Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
@@ -326,5 +324,12 @@ impl Communicator {
             }
             None => Ok(()),
         }
+    }
+}
+
+fn wait_for(batch: &mut Batch, completion: &Completion, word: Option<(Word64, u64)>) -> gdsync::Result<()> {
+    match word {
+        Some((word, value)) => batch.wait_or_value64(completion, &word, value),
+        None => batch.wait(completion),
     }
 }

@@ -14,7 +14,7 @@ use std::thread::Builder;
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, WeakMemory, Word32, Word64};
-use gdsync::stream::{OpenMemory, PeerSignal, Placement, ReceiveLine};
+use gdsync::stream::{Batch, OpenMemory, PeerSignal, Placement, ReceiveLine};
 use parking_lot::Mutex;
 
 use crate::path::{CopiesOrNot, NearPath};
@@ -39,6 +39,9 @@ const ARRIVALS: usize = FIRST + SLOTS * STRIDE;
 /// Bytes of a direction: whole pages.
 pub(crate) const BYTES: usize = (ARRIVALS + STRIDE).next_multiple_of(4096);
 
+/// Bytes of the arrival words of a direction.
+pub(crate) const ARRIVAL_BYTES: usize = 8 * LINES;
+
 const _: () = assert!(8 + ExportedMemory::BYTES <= STRIDE);
 
 const WORDS: &str = "the words are aligned and inside";
@@ -62,13 +65,20 @@ pub(crate) struct Place {
     len: u32,
 }
 
+impl Place {
+    fn line(self, number: u32) -> ReceiveLine {
+        let Self { slot, generation, offset, len } = self;
+        ReceiveLine { number, len, slot, generation, offset }
+    }
+}
+
 /// The table that this rank writes, of its receives.
 #[derive(Debug)]
 struct Own {
-    gpu: Gpu,
     table: Memory,
     known: Mutex<Known>,
-    arrivals: OnceLock<Memory>,
+    /// The arrival words, if the GPU's memory is mapped.
+    arrivals: Option<Memory>,
 }
 
 #[derive(Debug)]
@@ -109,9 +119,15 @@ fn single<'a, 'b>(pieces: &'a [Piece<'b>]) -> Option<&'a Piece<'b>> {
 }
 
 impl Places {
-    /// From the tables for messages to the other rank and from it. Maps the first one for the GPU now, while no stream waits.
-    pub(crate) fn new(gpu: &Gpu, near: NearPath, [theirs, own]: [Memory; 2]) -> gdsync::Result<Self> {
+    /// From the tables for messages to the other rank and from it, and arrival words. Maps them for the GPU now, while no stream waits.
+    pub(crate) fn new(
+        gpu: &Gpu,
+        near: NearPath,
+        [theirs, own]: [Memory; 2],
+        arrivals: Option<Memory>,
+    ) -> gdsync::Result<Self> {
         theirs.gpu_addr(gpu)?;
+        own.gpu_addr(gpu)?;
         let known = Known { memories: Vec::new(), generations: [0; SLOTS], told: 0 };
         let theirs = Theirs {
             table: theirs,
@@ -121,7 +137,7 @@ impl Places {
             arrivals: OnceLock::new(),
             opened: Mutex::new(([0; SLOTS], None)),
         };
-        let own = Own { gpu: gpu.clone(), table: own, known: Mutex::new(known), arrivals: OnceLock::new() };
+        let own = Own { table: own, known: Mutex::new(known), arrivals };
         Ok(Self { near, own, theirs: Arc::new(theirs) })
     }
 
@@ -146,14 +162,22 @@ impl Places {
     }
 
     /// Writes the line of a posted receive, before its credit is sent.
-    pub(crate) fn tell(&self, number: u32, Place { slot, generation, offset, len }: Place) {
-        let line = ReceiveLine { number, len, slot, generation, offset };
-        line.store(&self.own.table, place_of(number)).expect(WORDS);
+    pub(crate) fn tell(&self, number: u32, place: Place) {
+        place.line(number).store(&self.own.table, place_of(number)).expect(WORDS);
+    }
+
+    /// Adds to a batch that the stream does, before it posts the receive.
+    pub(crate) fn tell_in_batch(&self, batch: &mut Batch, number: u32, place: Place) -> gdsync::Result<()> {
+        match place.generation {
+            // Nothing follows the line that is there.
+            0 => Ok(()),
+            _ => batch.tell_receive(&place.line(number), &self.own.table, place_of(number)),
+        }
     }
 
     /// The word that a kernel of the other rank writes behind the message of a receive, and its value then.
     pub(crate) fn arrival(&self, number: u32) -> Option<(Word64, u64)> {
-        let arrivals = self.own.arrivals.get()?;
+        let arrivals = self.own.arrivals.as_ref()?;
         Some((arrivals.word64(arrival_of(number)).ok()?, arrived(number)))
     }
 
@@ -261,7 +285,9 @@ impl Own {
             let generation = &mut known.generations[usize::from(*slot)];
             *generation = generation.checked_add(1).unwrap_or(1);
             self.tell_export(FIRST + STRIDE * usize::from(*slot), *generation, exported);
-            self.tell_arrivals();
+            if known.told == 0 {
+                self.tell_arrivals();
+            }
             known.told += 1;
             self.table.atomic64(TOLD).expect(WORDS).store(known.told, Ordering::SeqCst);
         } else {
@@ -285,23 +311,12 @@ impl Own {
         word.store(u64::from(generation), Ordering::SeqCst);
     }
 
-    /// Makes the arrival words. Without them streams wait for completions.
+    /// Tells the arrival words. Without them streams wait for completions.
     fn tell_arrivals(&self) {
-        if self.arrivals.get().is_some() {
-            return;
-        }
-        let made = || {
-            let words = self.gpu.alloc(8 * LINES)?;
-            words.fill(0, words.len(), 0)?;
-            words.flush()?;
-            Ok::<_, gdsync::Error>((words.export()?, words))
-        };
-        match made() {
-            Ok((exported, words)) => {
-                self.tell_export(ARRIVALS, 1, &exported);
-                _ = self.arrivals.set(words);
-            }
-            Err(error) => tracing::info!(%error, "streams wait for completions of receives"),
+        match self.arrivals.as_ref().map(Memory::export) {
+            Some(Ok(exported)) => self.tell_export(ARRIVALS, 1, &exported),
+            Some(Err(error)) => tracing::info!(%error, "streams wait for completions of receives"),
+            None => {}
         }
     }
 }
@@ -311,9 +326,14 @@ impl Theirs {
         let mut opened = self.opened.lock();
         let (generations, why) = &mut *opened;
         if self.arrivals.get().is_none() {
-            let len = 8 * LINES;
-            let memory = self.told(ARRIVALS, 0).and_then(|(_, memory)| memory.ok());
-            memory.filter(|memory| memory.len() == len).map(|memory| self.arrivals.set(memory));
+            match self.told(ARRIVALS, 0).map(|(_, memory)| memory) {
+                Some(Ok(memory)) if memory.len() == ARRIVAL_BYTES => _ = self.arrivals.set(memory),
+                Some(Ok(_)) => {
+                    tracing::info!("arrival words of another length: streams there wait for completions")
+                }
+                Some(Err(error)) => tracing::info!(%error, "streams there wait for completions of receives"),
+                None => {}
+            }
         }
         for (slot, known) in (0..=u8::MAX).zip(generations) {
             let Some((new, memory)) = self.told(FIRST + STRIDE * usize::from(slot), *known) else { continue };

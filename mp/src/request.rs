@@ -71,9 +71,8 @@ pub struct Status {
 pub(crate) enum Awaited<'a> {
     /// The message is complete.
     Nothing,
-    Completion(&'a Completion),
-    /// A receive, or the word of its message that has this value.
-    Arrival(&'a Completion, Word64, u64),
+    /// Or, of a receive, a word that has this value.
+    Completion(&'a Completion, Option<(Word64, u64)>),
     /// Another stream.
     Stream(&'a Ticket),
     /// A word that reaches a value.
@@ -387,10 +386,7 @@ impl Request {
             State::Queue(peer, op) if op.direction == Direction::Recv => peer.transport.arrival(op.index()),
             _ => None,
         };
-        Ok(match arrival {
-            Some((word, value)) => Awaited::Arrival(completion, word, value),
-            None => Awaited::Completion(completion),
-        })
+        Ok(Awaited::Completion(completion, arrival))
     }
 
     /// Releases what the message held, once it is known to be complete.

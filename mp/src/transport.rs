@@ -135,6 +135,11 @@ impl Companion for QpPair {
     }
 }
 
+/// The number of the receive at this index of its queue, from 1 and modulo 2^32.
+fn number_of(index: u64) -> u32 {
+    low32(index).wrapping_add(1)
+}
+
 /// Registrations that stay, by their key.
 pub(crate) type KeyedPins = HashMap<u32, MrGuard>;
 
@@ -249,9 +254,14 @@ impl Transport {
         Ok(completion)
     }
 
+    /// The tables of receives, unless this is a forked child, which does not have them.
+    pub(crate) fn places(&self) -> Option<&Places> {
+        self.places.as_ref().filter(|_| self.fork_guard.is_here())
+    }
+
     /// The word that a kernel of the rank writes behind the message of the receive at this index, and its value then.
     pub(crate) fn arrival(&self, index: u64) -> Option<(Word64, u64)> {
-        self.places.as_ref()?.arrival(low32(index).wrapping_add(1))
+        self.places.as_ref()?.arrival(number_of(index))
     }
 
     /// Where a receive of these pieces is, for streams of the rank.
@@ -259,7 +269,7 @@ impl Transport {
     /// # Errors
     /// As [`Places::place`].
     pub(crate) fn place(&self, pieces: &[Piece<'_>]) -> gdsync::Result<Place> {
-        self.places.as_ref().map_or(Ok(Place::default()), |places| places.place(pieces))
+        self.places().map_or(Ok(Place::default()), |places| places.place(pieces))
     }
 
     /// What a stream can put into a receive of the rank itself.
@@ -267,12 +277,12 @@ impl Transport {
     /// # Errors
     /// As [`Places::payload`].
     pub(crate) fn payload(&self, pieces: &[Piece<'_>]) -> gdsync::Result<Option<Memory>> {
-        self.places.as_ref().map_or(Ok(None), |places| places.payload(pieces))
+        self.places().map_or(Ok(None), |places| places.payload(pieces))
     }
 
     /// Tells the rank where the receive at this index is, before it is announced.
     fn tell(&self, index: u64, place: Place) {
-        self.places.iter().for_each(|places| places.tell(low32(index).wrapping_add(1), place));
+        self.places.iter().for_each(|places| places.tell(number_of(index), place));
     }
 
     /// Posts a receive.
@@ -293,17 +303,19 @@ impl Transport {
         self.credits.check_room()?;
         mark_only_once(batch);
         let (qp, wr) = (&self.qp.recv, &RecvWr::new(sges));
+        // Without it the peer would wait for ever.
         let announce = |batch: &mut Batch, index| {
-            self.tell(index, place);
-            // Without it the peer would wait for ever.
             self.credits.announce_in_batch(batch, index).inspect_err(|error| self.fail(error))
         };
-        if self.credits.is_shared() {
-            return batch.announce_recv(qp, wr, announce);
-        }
-        let completion = batch.post_recv(qp, wr)?;
-        announce(batch, completion.index())?;
-        Ok(completion)
+        let Some(places) = &self.places else {
+            let completion = batch.post_recv(qp, wr)?;
+            announce(batch, completion.index())?;
+            return Ok(completion);
+        };
+        batch.announce_recv(qp, wr, |batch, index| {
+            places.tell_in_batch(batch, number_of(index), place)?;
+            announce(batch, index)
+        })
     }
 
     /// Posts an RDMA READ or WRITE to the queue of the messages. To be called by one thread at a time.
@@ -326,7 +338,7 @@ impl Transport {
         send: PreparedSend,
         payload: Option<&Memory>,
     ) -> Completion {
-        let (number, credit) = self.credits.next(send.completion().index());
+        let (number, credit) = self.credits.next(send.completion().index(), self.qp.send.send_gaps());
         mark_only_once(batch);
         if let Some(word) = credit {
             batch.wait_credit(&self.qp.send, word, number);

@@ -94,6 +94,10 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
             full_fence(at.memory());
             at.store(value);
         }
+        Op::Tell { line, told } if !runner.failed() => {
+            full_fence(line.memory());
+            line.store(told);
+        }
         Op::Wait32 { ref at, value, cond, ref of } => {
             let waited = wait(
                 &op,
@@ -120,6 +124,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
         | Op::Flush
         | Op::OrValue { .. }
         | Op::UnlessPlaced
+        | Op::Tell { .. }
         | Op::Peer(_)
         | Op::Message(_)
         | Op::Place(_) => fence(Ordering::SeqCst),

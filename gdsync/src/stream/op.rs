@@ -91,6 +91,13 @@ pub(crate) enum Op {
         /// Its value.
         value: u64,
     },
+    /// Tells a peer of a receive that the stream posts: writes the first word of its line, unless the stream has failed.
+    Tell {
+        /// The word.
+        line: Word64,
+        /// Its new value.
+        told: u64,
+    },
     /// The [`Op::Await`] before it is left out where kernels have placed the send: see [`Op::Place`].
     UnlessPlaced,
     /// A system-scope memory barrier.
@@ -116,9 +123,10 @@ impl Op {
             Self::Write32 { at, .. } | Self::Wait32 { at, .. } | Self::PostRecv { record: at, .. } => {
                 at.memory().is_known_to_gpus()
             }
-            Self::Write64 { at, .. } | Self::Wait64 { at, .. } | Self::OrValue { at, .. } => {
-                at.memory().is_known_to_gpus()
-            }
+            Self::Write64 { at, .. }
+            | Self::Wait64 { at, .. }
+            | Self::OrValue { at, .. }
+            | Self::Tell { line: at, .. } => at.memory().is_known_to_gpus(),
             Self::Peer(copy) => copy.is_found(),
             Self::Message(message) => message.is_found(),
             Self::Place(placing) => placing.is_found(),
@@ -222,6 +230,7 @@ impl Op {
             Op::Message(message) => Op::Message(message.clone()),
             Op::Place(placing) => Op::Place(placing.clone()),
             Op::UnlessPlaced => Op::UnlessPlaced,
+            Op::Tell { line, told } => Op::Tell { line: line.clone(), told: *told },
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
             Op::HostFn(_) => return None,
@@ -240,6 +249,7 @@ impl fmt::Debug for Op {
             Op::Message(message) => write!(f, "{message:?}"),
             Op::Place(placing) => write!(f, "{placing:?}"),
             Op::UnlessPlaced => f.write_str("UNLESS PLACED"),
+            Op::Tell { line, told } => write!(f, "TELL [{:#x}] <- {told:#x}", line.addr()),
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),
             Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),

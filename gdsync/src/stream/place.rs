@@ -63,11 +63,22 @@ impl ReceiveLine {
     /// # Errors
     /// [`gdsync_device::error::Error::OutOfBounds`].
     pub fn store(&self, memory: &Memory, at: usize) -> Result<()> {
+        self.prepare(memory, at)?;
+        memory.atomic64(at)?.store(self.told(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Stores what nobody follows before the first word is written.
+    fn prepare(&self, memory: &Memory, at: usize) -> Result<()> {
+        memory.atomic64(at)?.store(0, Ordering::SeqCst);
         let place = u64::from(self.generation) << 48 | u64::from(self.slot) << 40 | self.offset;
         memory.atomic64(at + 8)?.store(place, Ordering::Release);
-        let told = u64::from(self.number) << 32 | u64::from(self.len);
-        memory.atomic64(at)?.store(told, Ordering::Release);
         Ok(())
+    }
+
+    /// The first word.
+    fn told(&self) -> u64 {
+        u64::from(self.number) << 32 | u64::from(self.len)
     }
 }
 
@@ -86,8 +97,9 @@ impl OpenMemory {
     /// # Errors
     /// As [`Gpu::alloc`].
     pub fn new(gpu: &Gpu, slots: usize) -> Result<Arc<Self>> {
-        // Kernels read it, best in their own memory.
-        let table = gpu.alloc_piece(16 * slots).or_else(|_| gpu.alloc_host_piece(16 * slots))?;
+        // Kernels read it, best in their own memory, also where a line names a slot that there is not.
+        const BYTES: usize = 16 * 256;
+        let table = gpu.alloc_piece(BYTES).or_else(|_| gpu.alloc_host_piece(BYTES))?;
         table.fill(0, table.len(), 0)?;
         table.flush()?;
         Ok(Arc::new(Self { gpu: gpu.clone(), table, open: Mutex::new(vec![None; slots]) }))
@@ -132,6 +144,11 @@ impl OpenMemory {
 /// The shortest payload for which a stream of memory operations launches a kernel.
 const LEAST: usize = 4096;
 
+/// Whether a stream of memory operations launches a kernel to tell of a receive, by the first word of its line.
+pub(super) fn is_long(told: u64) -> bool {
+    told & u64::from(u32::MAX) >= LEAST as u64
+}
+
 /// What a stream needs to put the payload of a send into its receive.
 #[derive(Clone, Debug)]
 pub struct Placement {
@@ -156,6 +173,8 @@ pub(crate) struct Placing {
     receive: Option<(PeerMemory, usize)>,
     mark: Memory,
     sent: Completion,
+    /// Cancelled sends of the queue before it. If more are, it is an earlier message than was said.
+    gaps: u64,
 }
 
 impl fmt::Debug for Placing {
@@ -172,10 +191,13 @@ impl Placing {
         [payload, line, &open.table, &self.mark].iter().all(|memory| memory.is_known_to_gpus())
     }
 
-    /// Adds what the kernels of `gpu` do, which run all `ops` or only copies: nothing on another GPU than the memory is open for.
+    /// Adds what the kernels of `gpu` do, which run all `ops` or only copies: nothing on another GPU than the memory is open for, and for
+    /// another message.
     pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, steps: &mut Program) -> Result<()> {
         let Placement { payload, line, number, open, told, .. } = &self.placement;
-        if gpu.raw_context() != open.gpu.raw_context() || !ops && payload.len() < LEAST {
+        let is_other =
+            gpu.raw_context() != open.gpu.raw_context() || self.gaps != self.sent.end.tracker.lock().gaps;
+        if is_other || !ops && payload.len() < LEAST {
             return Ok(());
         }
         let into = match &self.receive {
@@ -207,7 +229,8 @@ impl Batch {
             let receive = placement.is_posted.then(line).flatten();
             let receive = receive.and_then(|line| placement.open.find(&line, placement.payload.len()));
             let sent = send.completion();
-            self.ops.push(Op::Place(Arc::new(Placing { placement, receive, mark, sent })));
+            let gaps = sent.end.tracker.lock().gaps;
+            self.ops.push(Op::Place(Arc::new(Placing { placement, receive, mark, sent, gaps })));
             // The number and the mark are of one message.
             _ = self.only_once.get_or_insert((
                 "a send into a receive that a peer has told of",
@@ -215,6 +238,17 @@ impl Batch {
             ));
         }
         self.post(send)
+    }
+
+    /// Tells a peer of a receive, whose line is at `at` of the memory, when the stream gets there, unless it has failed. Streams of memory
+    /// operations leave short receives out.
+    ///
+    /// # Errors
+    /// [`gdsync_device::error::Error::OutOfBounds`].
+    pub fn tell_receive(&mut self, line: &ReceiveLine, memory: &Memory, at: usize) -> Result<()> {
+        line.prepare(memory, at)?;
+        self.ops.push(Op::Tell { line: memory.word64(at)?, told: line.told() });
+        Ok(())
     }
 
     /// As [`Batch::wait`], for a send. If it was [posted](Batch::post_placed) last in this batch, kernels that have put its payload into the
@@ -238,7 +272,7 @@ impl Batch {
 
     /// As [`Batch::wait`], for a receive. Kernels also go on when `word`, in memory of their GPU, has this value: a peer writes it behind a
     /// payload that it has [put](Batch::post_placed) into the receive, whose completion follows. Only if no earlier completion is waited
-    /// for with it.
+    /// for with it; then it says nothing of earlier ones.
     ///
     /// # Errors
     /// As [`Batch::wait`].

@@ -595,6 +595,13 @@ impl CqInner {
         Ok(())
     }
 
+    /// Whether a stream has passed the completions of all requests before `n` of the only queue that completes here; some may still be to
+    /// come. Takes no lock.
+    pub(crate) fn is_passed_to(&self, n: u64) -> bool {
+        let [passed, end] = [self.consumed.load(), mlx5::cq_ci_record(n)].map(mlx5::record_to_u24);
+        self.room.is_own() && passed.wrapping_sub(end) & 0xff_ffff < 1 << 23
+    }
+
     /// Whether the stream that last waited here has passed all its claims.
     fn has_passed_all(&self, state: &mut CqState) -> bool {
         state.passed = self.passed(state.passed);

@@ -150,7 +150,7 @@ impl SendQueue {
     /// Posts requests and rings the doorbell from the CPU.
     pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         let range = self.with_room(|track| {
-            if matches!(track.owner, Owner::Stream(_)) && !track.is_idle() {
+            if matches!(track.owner, Owner::Stream(_)) && !self.is_left(track) {
                 return Err(self.busy(track.owner));
             }
             let range = self.write_all(track, wrs, Self::write_one)?;
@@ -517,10 +517,16 @@ impl SendQueue {
         })
     }
 
+    /// Whether the owner has rung all doorbells: its requests are complete, or a stream has passed their completions, which may be to come.
+    fn is_left(&self, track: &Track) -> bool {
+        let is_passed = || matches!(track.owner, Owner::Stream(_)) && self.end.cq.is_passed_to(track.exposed);
+        track.is_idle() || is_passed()
+    }
+
     #[inline]
     fn hand_over(&self, track: &mut Track, sends: &Written, stream: OfStream) -> Result<()> {
         let is_others = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream.id);
-        if is_others && !track.is_idle() {
+        if is_others && !self.is_left(track) {
             return Err(self.busy(track.owner));
         }
         self.expose(track, &sends.range)?;

@@ -161,24 +161,21 @@ static __device__ u64 find(const Op &line, u64 table, u64 len)
 }
 
 // What is known of the first receive that a program has to find, before the kernel ahead has ended: a look at memory of the host takes
-// 1 us. The line stays as it is once it is told, and so does the credit in front of it.
+// 1 us. Once the credit in front of it is there, it stays there, and the line stays as it is.
 struct Early {
     // The index of the FIND, which has a LENGTH before it; 0 if there is none.
     u32 at;
-    // Its answer, if not 0; whether the credit was there.
-    u64 found;
     bool has_credit;
+    // Its answer.
+    u64 found;
 
-    __device__ __forceinline__ Early(const Head &head, const Op *ops) : at(head.count >> 32), found(0), has_credit(false)
+    __device__ __forceinline__ Early(const Head &head, const Op *ops) : at(head.count >> 32), has_credit(false), found(0)
     {
-        if (at == 0 || gridDim.x > 1 || threadIdx.x > 0)
+        if (at < 2 || gridDim.x > 1 || threadIdx.x > 0 || !(ops[at - 2].flags & CREDIT))
             return;
-        u32 credit = 0;
-        const bool awaits = at > 1 && ops[at - 2].flags & CREDIT;
-        if (awaits)
-            credit = detail::load_32(ops[at - 2].addr);
-        found = find(ops[at], ops[at + 1].addr, ops[at - 1].value);
-        has_credit = awaits && (int)(credit - (u32)ops[at - 2].value) >= 0;
+        has_credit = (int)(detail::acquire_32(ops[at - 2].addr) - (u32)ops[at - 2].value) >= 0;
+        if (has_credit)
+            found = find(ops[at], ops[at + 1].addr, ops[at - 1].value);
     }
 };
 
@@ -229,7 +226,7 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         if (op.kind == FIND) {
             // The copy follows.
             if (leads && !failed)
-                found = i == early.at && early.found ? early.found : find(op, ops[i + 1].addr, len);
+                found = i == early.at && early.has_credit ? early.found : find(op, ops[i + 1].addr, len);
             continue;
         }
         if (op.kind != COPY) {

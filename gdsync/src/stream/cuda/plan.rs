@@ -8,6 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
+use crate::stream::place::is_long;
 use crate::stream::{Arrival, Cond, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
@@ -319,23 +320,30 @@ impl Calls {
     #[inline]
     pub(super) fn add(&mut self, gpu: &Gpu, ops: &[Op], anew: &[bool]) -> Result<()> {
         let (mut indices, mut steps) = (Indices::new(), Program::new());
+        // By the last copy.
+        let mut is_placed = false;
         for (place, op) in ops.iter().enumerate() {
             steps.clear();
             add_steps(gpu, op, self.by_kernel, &mut steps)?;
             let is_anew = anew.get(place) == Some(&true);
+            if matches!(op, Op::Place(_) | Op::Peer(_) | Op::Message(_)) {
+                is_placed = matches!(op, Op::Place(_)) && !steps.is_empty();
+            }
             match op {
-                Op::Trigger(..) | Op::Peer(_) | Op::Message(_) | Op::Place(_) if steps.is_empty() => {}
+                Op::Trigger(..) | Op::Peer(_) | Op::Message(_) | Op::Place(_) | Op::Tell { .. }
+                    if steps.is_empty() => {}
                 // With the wait before it.
                 Op::OrValue { .. } | Op::UnlessPlaced => continue,
                 Op::Await(..) => {
                     self.pass(&mut indices);
                     let [wait, index] = [steps[0], steps[1]];
-                    match ops.get(place + 1) {
-                        Some(Op::OrValue { at, value }) if self.by_kernel.ops && is_of(gpu, at.memory()) => {
+                    let flushes = gpu.capabilities().flush == Flush::OnStream;
+                    match ops.get(place + 1).filter(|_| self.by_kernel.ops && !flushes) {
+                        Some(Op::OrValue { at, value }) if is_of(gpu, at.memory()) => {
                             let other = KernelOp::wait64(at.memory().place(gpu)?, *value, Cond::Eq);
                             self.put(&wait.or(other));
                         }
-                        Some(Op::UnlessPlaced) if self.by_kernel.ops && self.kinds.has(Kinds::COPY) => {
+                        Some(Op::UnlessPlaced) if is_placed && self.kinds.has(Kinds::COPY) => {
                             self.put(&[wait.unless_copied()]);
                         }
                         _ => self.put(&[wait]),
@@ -344,7 +352,7 @@ impl Calls {
                         self.slots.extend([self.slot_of_last(), Slot::Superseded]);
                         self.slots.len() - 1
                     });
-                    if gpu.capabilities().flush == Flush::OnStream {
+                    if flushes {
                         self.put_flush();
                     }
                     // The last index of a queue supersedes earlier ones.
@@ -360,7 +368,7 @@ impl Calls {
                     self.put(&steps)
                 }
                 Op::Peer(_) | Op::Message(_) if !self.by_kernel.copies => self.put_engine_copy(&steps),
-                Op::Peer(_) | Op::Message(_) | Op::Place(_) => self.put_copy(&steps),
+                Op::Peer(_) | Op::Message(_) | Op::Place(_) | Op::Tell { .. } => self.put_copy(&steps),
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),
@@ -431,8 +439,17 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
         }
         Op::Peer(ref copy) => copy.add_steps(gpu, by_kernel.ops || by_kernel.copies, steps)?,
         Op::Message(ref message) => message.add_steps(gpu, by_kernel.ops, by_kernel.copies, steps)?,
+        Op::Tell { ref line, told } if by_kernel.ops || by_kernel.copies && is_long(told) => {
+            steps.push(KernelOp::signal64(line.memory().gpu_addr(gpu)?, told, false));
+        }
         Op::Place(ref placing) if by_kernel.copies => placing.add_steps(gpu, by_kernel.ops, steps)?,
-        Op::OrValue { .. } | Op::UnlessPlaced | Op::Place(_) | Op::Barrier | Op::Flush | Op::HostFn(_) => {}
+        Op::OrValue { .. }
+        | Op::UnlessPlaced
+        | Op::Tell { .. }
+        | Op::Place(_)
+        | Op::Barrier
+        | Op::Flush
+        | Op::HostFn(_) => {}
     }
     Ok(())
 }

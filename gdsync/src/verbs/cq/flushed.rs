@@ -133,6 +133,9 @@ impl CqInner {
         self.reap_locked(&mut state);
         if state.attached == 1 {
             self.release_abandoned(&mut state);
+            // A stream may have passed completions that never come.
+            state.passed = self.passed(state.passed).min(state.reaped);
+            gdsync_shm::free_slots(self.consumed.atomic(), state.passed);
         }
         state.is_closed = false;
         self.room.free(lost);

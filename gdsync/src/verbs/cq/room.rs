@@ -27,6 +27,11 @@ impl Room {
         self.is_own.store(false, Ordering::Relaxed);
     }
 
+    /// Whether only one queue completes here.
+    pub(super) fn is_own(&self) -> bool {
+        self.is_own.load(Ordering::Relaxed)
+    }
+
     /// Slots reserved and not freed.
     pub(super) fn in_use(&self) -> u64 {
         let freed = self.freed.load(Ordering::Acquire);
