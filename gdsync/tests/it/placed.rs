@@ -147,7 +147,9 @@ fn streams_do_not_wait_for_the_device() {
             [&sender, &receiver].iter().for_each(|s| s.synchronize(PATIENCE).unwrap());
             assert_eq!(to.memory().word64(0).unwrap().load(), 10 + value, "{n}, {place:?}");
             assert_eq!(received.status().unwrap().is_none(), is_right, "{n}, {place:?}");
-            [received, sent]
+            // The queue is the CPU's again.
+            let next = a.qp.post_send(&[SendWr::write_inline(to.remote(8).unwrap(), &[1; 8])]).unwrap();
+            [received, sent, next]
                 .iter()
                 .for_each(|completion| _ = completion.wait(PATIENCE).unwrap().ok().unwrap());
         }

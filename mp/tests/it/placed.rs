@@ -99,6 +99,36 @@ job_test!(copy_engines_do_not, 2, with_gpus(NearPath::PeerCopies), |comm| {
     messages(comm, Via::Kernel, Via::MemOp);
 });
 
+// Of two batches the first is dropped: the second has its message, and all behind it theirs.
+job_test!(batches_dropped_from_the_middle_shift_nothing, 2, with_gpus(NearPath::PeerCopies), |comm| {
+    let gpu = &own_gpu();
+    let s = copying(gpu, Via::Kernel, Via::Auto);
+    let (outbox, inbox) = (of_gpu(comm, gpu, 4096), of_gpu(comm, gpu, 4096));
+    warm_up(comm, &s, &outbox, &inbox);
+    let place = |n: usize| n * 256..n * 256 + 200;
+    if comm.rank() == 1 {
+        let received = [1, 2, 3].map(|n| comm.irecv(&inbox, place(n), 0).unwrap());
+        comm.barrier(LONG).unwrap();
+        received.iter().for_each(|received| comm.wait_on_stream(&s, received).unwrap());
+        s.synchronize(LONG).unwrap();
+        for n in [1, 2, 3] {
+            assert!(bytes(&inbox, place(n)) == message(0, 1, n, 200), "{n}");
+        }
+        received.iter().for_each(|received| assert_eq!(received.wait(LONG).unwrap().bytes, 200));
+    } else {
+        (1..4).for_each(|n| fill(&outbox, place(n).start, &message(0, 1, n, 200)));
+        comm.barrier(LONG).unwrap();
+        let [mut dropped, mut batch] = [(); 2].map(|()| Batch::new());
+        let _taken_back = comm.isend_in_batch(&mut dropped, &outbox, 0..100, 1).unwrap();
+        let first = comm.isend_in_batch(&mut batch, &outbox, place(1), 1).unwrap();
+        drop(dropped);
+        s.submit(&mut batch).unwrap();
+        let [second, third] = [2, 3].map(|n| comm.isend_on_stream(&s, &outbox, place(n), 1).unwrap());
+        [first, second, third].iter().for_each(|sent| _ = sent.wait(LONG).unwrap());
+    }
+    comm.barrier(LONG).unwrap();
+});
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum By {
     Cpu,
