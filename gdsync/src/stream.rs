@@ -686,7 +686,7 @@ thread_local! {
 #[derive(Clone, Copy, Debug)]
 #[repr(u8)]
 enum ReentrancyCheck {
-    /// A function that is called under the submit lock: it launches a kernel with steps, or adds the operations of a number.
+    /// A function that is called under the submit lock: it launches a kernel with steps.
     Launch = 1,
     /// A host function, called by CUDA.
     HostFn = 2,

@@ -340,6 +340,35 @@ fn graphs_send_to_each_place() {
     }
 }
 
+/// A message that does not fit into the place whose turn it is has no number.
+#[test]
+fn messages_that_do_not_fit_are_refused() {
+    let Some([a, b]) = gpus() else { return };
+    let (ends, (from, _)) = (Slots::new(&a, &b, &[64, 8]), source(&a, 1));
+    let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
+    let send = |len| {
+        let mut batch = Batch::new();
+        _ = batch.send_to_inbox(&ends.to, &from, 0..len)?;
+        sends.submit(&mut batch)
+    };
+    let graph = sends.capture(|_| send(64)).unwrap();
+    graph.launch(&sends).unwrap();
+    for refused in [graph.launch(&sends).map(drop), send(64)] {
+        assert!(matches!(refused, Err(Error::OutOfBounds { len: 64, size: 8, .. })), "{refused:?}");
+    }
+    assert_eq!(ends.to.order.last_number(), 1);
+    send(8).unwrap();
+    graph.launch(&sends).unwrap();
+    for _ in 0..3 {
+        let mut batch = Batch::new();
+        _ = batch.free_in_inbox(&ends.free);
+        _ = batch.take_from_inbox(&ends.inbox);
+        takes.submit(&mut batch).unwrap();
+    }
+    [sends.synchronize(PATIENCE), takes.synchronize(PATIENCE)].into_iter().for_each(Result::unwrap);
+    assert_eq!([1, 2, 3].map(|n| ends.inbox.len_of(n)), [None, Some(8), Some(64)]);
+}
+
 /// Who frees places by kernels takes messages by kernels. A peer that tells of lines and sends none fails the stream in time.
 #[test]
 fn messages_that_cannot_be_taken_are_errors() {
@@ -353,6 +382,10 @@ fn messages_that_cannot_be_taken_are_errors() {
     for other in &WAYS[1..] {
         let refused = stream_on(&b, *other, PATIENCE).submit(&mut take).unwrap_err();
         assert!(refused.to_string().contains("the same `via` and `copies`"), "{refused}");
+    }
+    if a.ordinal() != b.ordinal() {
+        let refused = stream_on(&a, WAYS[0], PATIENCE).submit(&mut take).unwrap_err();
+        assert!(matches!(refused, Error::InvalidArgument { .. }), "{refused}");
     }
     drop(take);
     let (from, _) = source(&a, 5);
