@@ -77,6 +77,7 @@ pub use host::HostStreamConfig;
 pub use inbox::{FreePlaces, Inbox, PeerInbox};
 pub use op::Cond;
 pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
+use order::Numbers;
 pub use order::{StreamOrder, Ticket};
 pub use peer::PeerSignal;
 pub use place::{OpenMemory, Placement, ReceiveLine};
@@ -309,10 +310,10 @@ impl Stream {
         let _range = DOMAIN.range(c"submit");
         let State { used, recording, guard } = state;
         let Some(recording) = recording else {
-            return self.put(used, batch, |ops| self.0.engine.submit(guard, ops)).map(drop);
+            return self.put(used, batch, |ops, _| self.0.engine.submit(guard, ops)).map(drop);
         };
         record::check(batch)?;
-        batch.expect_numbers()?;
+        batch.expect_numbers();
         let anew = batch.anew();
         match &mut recording.steps {
             None => self.0.engine.record(guard, &batch.ops, &anew)?,
@@ -352,13 +353,14 @@ impl Stream {
         &self,
         used: &mut Used,
         batch: &mut Batch,
-        submit: impl FnOnce(&mut Ops) -> Result<u64>,
+        submit: impl FnOnce(&mut Ops, Numbers) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.of_stream())?;
         self.begin_orders(batch).inspect_err(|_| batch.unmark())?;
         // Recorded first, because the engine may run it at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.id());
-        let seq = match batch.make_numbered().and_then(|()| submit(&mut batch.ops)) {
+        let numbers = batch.set_numbers();
+        let seq = match submit(&mut batch.ops, numbers) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.id());
@@ -684,7 +686,7 @@ thread_local! {
 #[derive(Clone, Copy, Debug)]
 #[repr(u8)]
 enum ReentrancyCheck {
-    /// A function that is called under the submit lock: it launches a kernel with steps, or adds the operations of a number.
+    /// A function that is called under the submit lock: it launches a kernel with steps.
     Launch = 1,
     /// A host function, called by CUDA.
     HostFn = 2,

@@ -203,7 +203,7 @@ impl Half {
         if let Way::Out(out) = &*self.way {
             self.replenish()?;
             self.repeat(batch);
-            return Ok(Done::Stream(out.send(batch, buffer, start, sge.len)));
+            return Ok(Done::Stream(out.send(batch, buffer, start, sge.len)?));
         }
         let mr = buffer.mr(self.peer.transport.intra_host);
         self.posted.lock().buffers.entry(mr.lkey()).or_insert_with(|| mr.guard());
@@ -245,8 +245,8 @@ impl Half {
         self.repeat(batch);
         self.replenish()?;
         if let Way::Into(into) = &*self.way {
-            let (ticket, arrival) = into.wait(batch);
-            return Ok(InFlightOp::awaited(OPERATION, ticket, into.room, arrival));
+            let (ticket, inbox) = into.wait(batch);
+            return Ok(InFlightOp::awaited(OPERATION, ticket, into.room, inbox));
         }
         let completion = batch.wait_recv(&self.qp)?;
         Ok(InFlightOp::new(Direction::Recv, OPERATION, completion, 1, 0))

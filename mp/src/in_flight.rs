@@ -56,15 +56,7 @@ pub(crate) struct InFlightOp {
     /// Bytes of a success, kept from before the queue forgets it; [`UNKNOWN`] until then.
     kept_bytes: AtomicU64,
     /// Of a message that a stream puts into its place.
-    arrival: Option<Arc<Arrival>>,
-}
-
-/// A message that comes into a place.
-#[derive(Debug)]
-pub(crate) struct Arrival {
-    pub(crate) inbox: Arc<Inbox>,
-    /// The message that is waited for, once that is known.
-    pub(crate) number: AtomicU64,
+    inbox: Option<Arc<Inbox>>,
 }
 
 const UNKNOWN: u64 = u64::MAX;
@@ -79,7 +71,7 @@ impl InFlightOp {
     ) -> Arc<Self> {
         let kept_bytes = AtomicU64::new(UNKNOWN);
         let done = done.into();
-        Arc::new(Self { direction, operation, done, wqes, bytes, kept_bytes, arrival: None })
+        Arc::new(Self { direction, operation, done, wqes, bytes, kept_bytes, inbox: None })
     }
 
     /// A wait of a stream for a message of at most `room` bytes that comes into its place.
@@ -87,18 +79,10 @@ impl InFlightOp {
         operation: &'static str,
         ticket: Ticket,
         room: usize,
-        arrival: Arc<Arrival>,
+        inbox: Arc<Inbox>,
     ) -> Arc<Self> {
         let (direction, done, kept_bytes) = (Direction::Recv, Done::Stream(ticket), AtomicU64::new(UNKNOWN));
-        Arc::new(Self {
-            direction,
-            operation,
-            done,
-            wqes: 0,
-            bytes: room,
-            kept_bytes,
-            arrival: Some(arrival),
-        })
+        Arc::new(Self { direction, operation, done, wqes: 0, bytes: room, kept_bytes, inbox: Some(inbox) })
     }
 
     /// The completion of its last work request.
@@ -151,8 +135,7 @@ impl InFlightOp {
             Done::Queue(completion) => completion,
             Done::Stream(_) if self.kept().is_some() => return Ok(self.kept()),
             Done::Stream(ticket) => {
-                let len_of = |arrival: &Arrival| arrival.inbox.len_of(arrival.number.load(Ordering::Relaxed));
-                let len = || self.arrival.as_deref().and_then(len_of);
+                let len = || self.inbox.as_ref()?.len_of(ticket.number()?);
                 return Ok(ticket.is_done()?.then(|| len().unwrap_or(self.bytes)));
             }
         };

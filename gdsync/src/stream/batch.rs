@@ -161,14 +161,11 @@ impl Batch {
         self.unmark();
     }
 
-    /// Of each operation, whether a launch of a graph makes it anew.
+    /// Of each operation, whether the launches of a graph differ in it.
     pub(super) fn anew(&self) -> Vec<bool> {
-        let is_anew = |op: &Op| matches!(op, Op::Trigger(..) | Op::Await(..) | Op::HostFn(_));
-        let mut anew: Vec<_> = self.ops.iter().map(is_anew).collect();
-        for one in self.follows.iter().flat_map(|follows| follows.numbered()) {
-            anew[one.places.clone()].fill(true);
-        }
-        anew
+        let is_anew =
+            |op: &Op| matches!(op, Op::Trigger(..) | Op::Await(..) | Op::HostFn(_) | Op::Message(_));
+        self.ops.iter().map(is_anew).collect()
     }
 
     fn covered(&self) -> &[(usize, Completion)] {
@@ -381,7 +378,7 @@ impl Batch {
 
     /// Waits until a 64-bit word satisfies a condition.
     pub fn wait_value64(&mut self, word: &Word64, value: u64, cond: Cond) {
-        self.ops.push(Op::Wait64 { at: word.clone(), value, cond, of: None, by_next: false });
+        self.ops.push(Op::Wait64 { at: word.clone(), value, cond });
     }
 
     /// Writes a 32-bit word, after everything before it in the stream.
@@ -495,13 +492,6 @@ impl Batch {
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
         self.ops.iter().try_for_each(Op::check_on_cpu)?;
         if let Some(follows) = &self.follows {
-            if !follows.numbered().is_empty() {
-                return Err(Error::Unsupported {
-                    what: "operations that take numbers of an order",
-                    by: "the CPU, which is to run the batch",
-                    fix: "submit the batch to a stream",
-                });
-            }
             follows.check()?;
         }
         self.mark(CPU)?;

@@ -160,7 +160,7 @@ impl Engine for CudaEngine {
         Ok(self.shared.end_capture(guard)?)
     }
 
-    fn launch(&self, guard: &mut SubmitGuard, made: &EngineGraph, kept: &Kept, ops: &mut Ops) -> Result<u64> {
+    fn launch(&self, guard: &mut SubmitGuard, made: &EngineGraph, kept: Kept, ops: &mut Ops) -> Result<u64> {
         self.fork_guard.check()?;
         let exec = made.downcast_ref().ok_or_else(graph::other_gpu)?;
         self.shared.launch(guard, exec, kept, ops)
@@ -180,7 +180,7 @@ impl Engine for CudaEngine {
         &self,
         guard: &mut SubmitGuard,
         made: &EngineGraph,
-        kept: &Kept,
+        kept: Kept,
         ops: &mut Ops,
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {

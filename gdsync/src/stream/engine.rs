@@ -120,19 +120,13 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::StreamFull`]; [`Error::Unsupported`] for a capture of an incompatible engine; the error that failed the
     /// engine.
-    fn launch(
-        &self,
-        guard: &mut SubmitGuard,
-        _made: &EngineGraph,
-        kept: &Kept,
-        ops: &mut Ops,
-    ) -> Result<u64> {
+    fn launch(&self, guard: &mut SubmitGuard, _made: &EngineGraph, kept: Kept, ops: &mut Ops) -> Result<u64> {
         let mut own = mem::take(ops).into_iter();
-        let mut all = Ops::with_capacity(kept.len());
-        all.extend(kept.iter().filter_map(|op| op.as_ref().map_or_else(|| own.next(), Op::again)));
+        let mut all = Ops::with_capacity(kept.ops.len());
+        all.extend(kept.ops.iter().filter_map(|op| op.as_ref().map_or_else(|| own.next(), Op::again)));
         let submitted = self.submit(guard, &mut all);
         if submitted.is_err() {
-            ops.extend(all.into_iter().zip(&**kept).filter(|(_, kept)| kept.is_none()).map(|(op, _)| op));
+            ops.extend(all.into_iter().zip(&*kept.ops).filter(|(_, kept)| kept.is_none()).map(|(op, _)| op));
         }
         submitted
     }
@@ -163,7 +157,7 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
         &self,
         _guard: &mut SubmitGuard,
         _made: &EngineGraph,
-        _kept: &Kept,
+        _kept: Kept,
         _ops: &mut Ops,
         _kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {

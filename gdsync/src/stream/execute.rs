@@ -111,13 +111,9 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 other => other,
             };
         }
-        Op::Wait64 { ref at, value, cond, ref of, .. } => {
-            return wait(
-                &op,
-                || Waker::Word(Writers::of(at.addr()), of.as_ref().map(|end| &*end.qp)),
-                runner,
-                || cond.holds64(at.load(), value),
-            );
+        Op::Wait64 { ref at, value, cond } => {
+            let waker = || Waker::Word(Writers::of(at.addr()), None);
+            return wait(&op, waker, runner, || cond.holds64(at.load(), value));
         }
         // Copies between GPUs are refused at submission, and the device moves what is not placed.
         Op::Barrier

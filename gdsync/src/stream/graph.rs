@@ -7,7 +7,7 @@ use std::{fmt, result};
 
 use super::batch::Batch;
 use super::engine::Engine;
-use super::op::Ops;
+use super::op::{Kept, Ops};
 use super::record::{Recorded, Recording};
 use super::{State, Stream, SubmitGuard, deadline};
 use crate::nvtx::DOMAIN;
@@ -103,7 +103,7 @@ impl Stream {
     pub(super) fn launch_again(
         &self,
         recorded: &Recorded,
-        mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops) -> Result<u64>,
+        mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, Kept, &mut Ops) -> Result<u64>,
     ) -> Result<Launch> {
         let (mut batch, mut completions, mut is_made) = (Batch::new(), Vec::new(), false);
         let submitted = self.with_room(None, |full| {
@@ -118,7 +118,9 @@ impl Stream {
                     is_made = true;
                 }
                 let State { used, guard, .. } = &mut *state;
-                self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops))
+                self.put(used, &mut batch, |ops, numbers| {
+                    launch(&*self.0.engine, guard, Kept { ops: recorded.ops.clone(), numbers }, ops)
+                })
             };
             let submitted = submit();
             if let Err(Error::QueueFull { .. }) = submitted {
@@ -185,8 +187,8 @@ impl Graph {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        stream.launch_again(&self.recorded, |engine, guard, ops| {
-            engine.launch(guard, &self.made, &self.recorded.ops, ops)
+        stream.launch_again(&self.recorded, |engine, guard, kept, ops| {
+            engine.launch(guard, &self.made, kept, ops)
         })
     }
 }

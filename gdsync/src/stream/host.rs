@@ -361,7 +361,7 @@ impl Shared {
     }
 
     fn submit(&self, ops: &mut Ops) -> Result<u64> {
-        let sources = sources_of(ops);
+        let sources = sources_of(&*ops);
         let mut state = self.state.lock();
         self.check_room()?;
         state.queue.push_back(Submission { ops: mem::take(ops), sources });

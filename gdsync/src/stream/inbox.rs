@@ -10,12 +10,15 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use super::order::{Number, StreamOrder, Ticket};
 use super::peer::{aligned, part, signal, within};
 use super::{Batch, Cond, Op};
+use crate::verbs::Qp;
+use crate::verbs::end::QueueEnd;
 use gdsync_device::cuda::Gpu;
-use gdsync_device::cuda::kernel_exec::{KernelOp, Program};
+use gdsync_device::cuda::kernel_exec::KernelOp;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, PeerMemory, Word64};
+use gdsync_device::memory::{Memory, PeerMemory, Place, Word64};
 
 /// Places up to this length have lines for all of it; longer ones for [`SHORT`] bytes, which one block takes.
 const LONG: usize = 256 << 10;
@@ -37,6 +40,7 @@ fn slots(places: impl IntoIterator<Item = usize>) -> Vec<usize> {
 }
 
 /// The index of the place of a message.
+#[inline]
 fn place(number: u64, places: usize) -> usize {
     usize::try_from(number.wrapping_sub(1) % places.max(1) as u64).unwrap_or_default()
 }
@@ -53,10 +57,15 @@ const fn free(number: u64) -> u64 {
 
 /// Slots for the messages of a peer, in memory of this process' GPU that the peer has open.
 pub struct Inbox {
+    /// The order of the streams that take messages.
+    pub order: StreamOrder,
+    gpu: Gpu,
     /// At the starts of the slots.
     words: Vec<Word64>,
     /// With their lengths.
     places: Vec<(Memory, usize)>,
+    /// Where the GPU has words and places.
+    addrs: Vec<(Place, u64)>,
     /// Whether kernels take messages from lines, as the stream decides that first frees a place.
     by_kernels: OnceLock<bool>,
 }
@@ -73,12 +82,13 @@ impl Inbox {
         slots(places).last().copied().unwrap_or(0)
     }
 
-    /// Slots in memory that is 0, of [`Inbox::bytes`] of the places.
+    /// Slots in memory that is 0, of [`Inbox::bytes`] of the places. A stream that waits for a message fails when the queue pair has
+    /// broken, and breaks it when it fails: the next message would be taken for the one that is lost.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] for memory that does not begin at a multiple of 16, and without places;
     /// [`Error::Unsupported`] for memory that the CPU does not reach.
-    pub fn new(memory: &Memory, places: &[(Memory, Range<usize>)]) -> Result<Arc<Self>> {
+    pub fn new(qp: &Qp, memory: &Memory, places: &[(Memory, Range<usize>)]) -> Result<Arc<Self>> {
         let slots = slots(places.iter().map(|(_, range)| range.len()));
         if places.is_empty() {
             return Err(no_places());
@@ -86,10 +96,15 @@ impl Inbox {
         let (memory, _) = part(memory, 0..slots.last().copied().unwrap_or(0))?;
         aligned(memory.addr(), 16)?;
         let words = slots.iter().take(places.len()).map(|slot| memory.word64(*slot));
-        let words = words.collect::<Result<_>>()?;
-        let places =
-            places.iter().map(|(memory, range)| part(memory, range.clone())).collect::<Result<_>>()?;
-        Ok(Arc::new(Self { words, places, by_kernels: OnceLock::new() }))
+        let words = words.collect::<Result<Vec<_>>>()?;
+        let places = places.iter().map(|(memory, range)| part(memory, range.clone()));
+        let places = places.collect::<Result<Vec<_>>>()?;
+        let (order, gpu) = (StreamOrder::new(qp), gpu_of(&memory)?);
+        let addrs = |(word, (place, _)): (&Word64, &(Memory, usize))| {
+            Ok((word.memory().place(&gpu)?, place.gpu_addr(&gpu)?))
+        };
+        let addrs = words.iter().zip(&places).map(addrs).collect::<Result<_>>()?;
+        Ok(Arc::new(Self { order, gpu, words, places, addrs, by_kernels: OnceLock::new() }))
     }
 
     /// Bytes of message `number`, unless there is a later one in its place.
@@ -123,37 +138,49 @@ impl Inbox {
 /// An [`Inbox`], and the word of the peer's GPU that tells of its free places.
 #[derive(Debug)]
 pub struct FreePlaces {
+    /// The order of the streams that free places.
+    pub order: StreamOrder,
     inbox: Arc<Inbox>,
-    to: PeerMemory,
-    offset: usize,
+    _to: PeerMemory,
+    addr: u64,
 }
 
 impl FreePlaces {
     /// With the word at `offset` in memory of the peer.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`].
-    pub fn new(inbox: &Arc<Inbox>, to: PeerMemory, offset: usize) -> Result<Arc<Self>> {
-        within(&to, offset, 8)?;
-        Ok(Arc::new(Self { inbox: inbox.clone(), to, offset }))
+    /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] if it is not aligned, or open for another GPU than that of the inbox.
+    pub fn new(qp: &Qp, inbox: &Arc<Inbox>, to: PeerMemory, offset: usize) -> Result<Arc<Self>> {
+        let addr = aligned(to.gpu_addr(&inbox.gpu, offset, 8)?, 8)?;
+        Ok(Arc::new(Self { order: StreamOrder::new(qp), inbox: inbox.clone(), _to: to, addr }))
     }
 }
 
 /// What a stream does for the message of a number.
 #[derive(Clone)]
-pub(crate) enum Message {
-    /// Sends what is in this memory, if anything.
-    Out(Arc<PeerInbox>, u64, Option<Memory>),
-    Free(Arc<FreePlaces>, u64),
-    Take(Arc<Inbox>, u64),
+pub(crate) struct Message {
+    does: Does,
+    pub(super) taken: Number,
+    /// Its value in the last submission, or as a capture expects it; in a graph each launch has its own.
+    pub(super) number: u64,
+}
+
+#[derive(Clone)]
+enum Does {
+    /// Waits until the place is free, then sends what is in this memory, if anything.
+    Send(Arc<PeerInbox>, Option<Memory>),
+    Free(Arc<FreePlaces>),
+    /// Waits for it.
+    Take(Arc<Inbox>),
 }
 
 impl fmt::Debug for Message {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Out(_, number, from) => write!(f, "SEND message {number} <- {from:?}"),
-            Self::Free(_, number) => write!(f, "FREE the place of message {number}"),
-            Self::Take(_, number) => write!(f, "TAKE message {number}"),
+        let number = self.number;
+        match &self.does {
+            Does::Send(_, from) => write!(f, "SEND message {number} <- {from:?}"),
+            Does::Free(_) => write!(f, "FREE the place of message {number}"),
+            Does::Take(_) => write!(f, "TAKE message {number}"),
         }
     }
 }
@@ -161,55 +188,87 @@ impl fmt::Debug for Message {
 impl Message {
     /// Whether its memory is mapped for GPUs.
     pub(super) fn is_found(&self) -> bool {
-        !matches!(self, Self::Out(_, _, Some(from)) if !from.is_known_to_gpus())
+        !matches!(&self.does, Does::Send(_, Some(from)) if !from.is_known_to_gpus())
     }
 
-    /// Adds what the stream does, where kernels run its `ops` but copies, and make its `copies`.
-    pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, copies: bool, steps: &mut Program) -> Result<()> {
+    /// The word that it waits for, until it has this value ([`Cond::Geq`]).
+    pub(super) fn wait(&self) -> Option<(&Word64, u64)> {
+        match &self.does {
+            Does::Send(to, _) => Some((&to.free, free(self.number))),
+            Does::Free(_) => None,
+            Does::Take(inbox) => {
+                Some((&inbox.words[place(self.number, inbox.words.len())], word(self.number, 0)))
+            }
+        }
+    }
+
+    /// The queue pair that a stream which waits breaks when it fails.
+    pub(super) fn end(&self) -> &Arc<QueueEnd> {
+        let order = match &self.does {
+            Does::Send(to, _) => &to.order,
+            Does::Free(places) => &places.order,
+            Does::Take(inbox) => &inbox.order,
+        };
+        order.end()
+    }
+
+    /// Gives what the stream does for it as message `number`, where kernels run its `ops` but copies, and make its `copies`.
+    #[inline]
+    pub(super) fn add_steps(
+        &self,
+        number: u64,
+        gpu: &Gpu,
+        (ops, copies): (bool, bool),
+        mut add: impl FnMut(&[KernelOp]),
+    ) -> Result<()> {
         // Only kernels' own deadlines end a wait for lines.
         let lines = ops && copies;
         let signal = |addr, value| signal(addr, value, false, ops || copies);
-        match self {
-            Self::Out(to, number, from) => {
-                let index = place(*number, to.places.len());
-                let (into, len) = (&to.places[index], from.as_ref().map_or(0, Memory::len));
-                let told = aligned(to.memory.gpu_addr(gpu, to.start + to.slots[index], 8)?, 16)?;
-                let value = word(*number, u32::try_from(len).unwrap_or(u32::MAX));
-                let into_at = into.gpu_addr(gpu, 0, len)?;
-                let from = from.as_ref().map_or(Ok(told), |from| from.gpu_addr(gpu))?;
+        match &self.does {
+            Does::Send(to, from) => {
+                check_gpu(&to.gpu, gpu)?;
+                let (ref place, told, into) = to.places[place(number, to.places.len())];
+                let (len, size) = (from.as_ref().map_or(0, Memory::len), place.len());
+                if len > size {
+                    return Err(Error::OutOfBounds { offset: 0, len, size });
+                }
+                let value = word(number, u32::try_from(len).unwrap_or(u32::MAX));
+                let (from, into) = match from {
+                    Some(from) => (from.gpu_addr(gpu)?, into),
+                    None => (told, told),
+                };
+                let wait = KernelOp::wait64(to.free_at, free(number), Cond::Geq);
                 if lines && len <= to.lines {
-                    let wait = KernelOp::wait64(to.free.memory().place(gpu)?, free(*number), Cond::Geq);
-                    let into_at = if len == 0 { told } else { into_at };
-                    steps.extend_from_slice(&KernelOp::pack(
-                        wait,
-                        (told, into_at),
-                        (from, len as u64),
-                        value,
-                    ));
-                    return Ok(());
+                    add(&KernelOp::pack(wait, (told, into), (from, len as u64), value));
+                } else {
+                    add(&[wait]);
+                    if len > 0 {
+                        add(&KernelOp::copy(into, from, len as u64));
+                    }
+                    add(&[signal(told, value)?]);
                 }
-                if len > 0 {
-                    steps.extend_from_slice(&KernelOp::copy(into_at, from, len as u64));
-                }
-                steps.push(signal(told, value)?);
             }
-            Self::Free(places, number) => {
-                let FreePlaces { inbox, to, offset } = &**places;
+            Does::Free(places) => {
+                let FreePlaces { inbox, addr, .. } = &**places;
+                check_gpu(&inbox.gpu, gpu)?;
                 let in_lines = lines && inbox.free_by_kernels();
                 if !in_lines {
                     inbox.free_without_lines()?;
                 }
-                let addr = aligned(to.gpu_addr(gpu, *offset, 8)?, 8)?;
-                steps.push(signal(addr, free(*number) | u64::from(in_lines))?);
+                add(&[signal(*addr, free(number) | u64::from(in_lines))?]);
             }
-            Self::Take(inbox, number) if lines => {
-                let index = place(*number, inbox.places.len());
-                let (into, len) = &inbox.places[index];
-                let at = inbox.words[index].memory().place(gpu)?;
-                let wait = KernelOp::wait64(at, word(*number, 0), Cond::Geq);
-                steps.extend_from_slice(&KernelOp::take(wait, into.gpu_addr(gpu)?, lines_of(*len) as u64));
+            Does::Take(inbox) => {
+                check_gpu(&inbox.gpu, gpu)?;
+                let index = place(number, inbox.places.len());
+                let (at, into) = inbox.addrs[index];
+                let wait = KernelOp::wait64(at, word(number, 0), Cond::Geq);
+                if lines {
+                    add(&KernelOp::take(wait, into, lines_of(inbox.places[index].1) as u64));
+                } else {
+                    inbox.free_without_lines()?;
+                    add(&[wait]);
+                }
             }
-            Self::Take(inbox, _) => inbox.free_without_lines()?,
         }
         Ok(())
     }
@@ -218,25 +277,58 @@ impl Message {
 /// The [`Inbox`] of a peer, open for the GPU of the streams that send.
 #[derive(Debug)]
 pub struct PeerInbox {
-    memory: PeerMemory,
-    start: usize,
-    slots: Vec<usize>,
+    /// The order of the streams that send.
+    pub order: StreamOrder,
+    gpu: Gpu,
+    _memory: PeerMemory,
     /// Bytes that the lines of each slot have room for: graphs send the same to each place.
     lines: usize,
-    places: Vec<PeerMemory>,
+    /// With where the GPU has slot and place.
+    places: Vec<(PeerMemory, u64, u64)>,
     free: Word64,
+    free_at: Place,
 }
 
 impl PeerInbox {
-    /// The slots that begin at `start` in memory of the peer, the places, and the word of the own GPU that tells which are free.
+    /// The slots that begin at `start` in memory of the peer, the places, and the word of the own GPU that tells which are free. For
+    /// the queue pair see [`Inbox::new`].
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] without places.
-    pub fn new(memory: PeerMemory, start: usize, places: Vec<PeerMemory>, free: Word64) -> Result<Arc<Self>> {
+    /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] without places, for a word of the host, and for memory that is open for
+    /// another GPU.
+    pub fn new(
+        qp: &Qp,
+        memory: PeerMemory,
+        start: usize,
+        places: Vec<PeerMemory>,
+        free: Word64,
+    ) -> Result<Arc<Self>> {
         let lines = places.iter().map(|place| lines_of(place.len())).min().ok_or_else(no_places)?;
         let slots = slots(places.iter().map(PeerMemory::len));
         within(&memory, start, slots.last().copied().unwrap_or(0))?;
-        Ok(Arc::new(Self { memory, start, slots, lines, places, free }))
+        let (order, gpu) = (StreamOrder::new(qp), gpu_of(free.memory())?);
+        let addrs = |(place, slot): (PeerMemory, &usize)| {
+            let slot = aligned(memory.gpu_addr(&gpu, start + slot, 8)?, 16)?;
+            let into = place.gpu_addr(&gpu, 0, place.len())?;
+            Ok((place, slot, into))
+        };
+        let places = places.into_iter().zip(&slots).map(addrs).collect::<Result<_>>()?;
+        let free_at = free.memory().place(&gpu)?;
+        Ok(Arc::new(Self { order, gpu, _memory: memory, lines, places, free, free_at }))
+    }
+}
+
+fn gpu_of(memory: &Memory) -> Result<Gpu> {
+    let gpu = memory.gpu().cloned();
+    gpu.ok_or_else(|| Error::invalid("memory of an inbox", "memory of the host", "memory of a GPU"))
+}
+
+/// Refuses streams of another GPU.
+#[inline]
+fn check_gpu(own: &Gpu, gpu: &Gpu) -> Result<()> {
+    match own.raw_context() == gpu.raw_context() {
+        true => Ok(()),
+        false => Err(Error::invalid("stream for an inbox", format!("of {gpu:?}"), "one of the inbox' GPU")),
     }
 }
 
@@ -245,42 +337,39 @@ fn no_places() -> Error {
 }
 
 impl Batch {
-    /// Sends message `number` to a peer, from 1 on, each once and in order: waits until its place is free, then puts `range` of `from`
-    /// there, as it is when the stream gets there. Two operations.
+    /// Sends the next message to a peer: waits until its place is free, then puts `range` of `from` there, as it is when the stream
+    /// gets there. Messages are numbered from 1 on when a stream gets the batch, in each launch of a graph anew; a batch that is dropped
+    /// has none.
     ///
     /// # Errors
-    /// As [`Batch::put_peer`].
+    /// As [`Batch::put_peer`]; [`Error::OutOfBounds`] for any place, and at submission for its place.
     pub fn send_to_inbox(
         &mut self,
         to: &Arc<PeerInbox>,
-        number: u64,
         from: &Memory,
         range: Range<usize>,
-    ) -> Result<()> {
+    ) -> Result<Ticket> {
         let (from, len) = part(from, range)?;
-        let place = &to.places[place(number, to.places.len())];
-        if len > place.len() || u32::try_from(len).is_err() {
-            return Err(Error::OutOfBounds { offset: 0, len, size: place.len() });
+        let room = to.places.iter().map(|(place, ..)| place.len()).max().unwrap_or(0);
+        if len > room || u32::try_from(len).is_err() {
+            return Err(Error::OutOfBounds { offset: 0, len, size: room });
         }
-        self.wait_for_message(&to.free, free(number), len <= to.lines);
-        self.ops.push(Op::Message(Message::Out(to.clone(), number, (len > 0).then_some(from))));
-        Ok(())
+        Ok(self.message(&to.order, Does::Send(to.clone(), (len > 0).then_some(from))))
     }
 
-    /// Tells the peer that the place of message `number` is free, behind the wait for the one before in it. One operation.
-    pub fn free_in_inbox(&mut self, places: &Arc<FreePlaces>, number: u64) {
-        self.ops.push(Op::Message(Message::Free(places.clone(), number)));
+    /// Tells the peer that the next place is free, behind the wait for the message before in it.
+    pub fn free_in_inbox(&mut self, places: &Arc<FreePlaces>) -> Ticket {
+        self.message(&places.order, Does::Free(places.clone()))
     }
 
-    /// Waits until message `number` of the peer is in its place. Two operations.
-    pub fn take_from_inbox(&mut self, inbox: &Arc<Inbox>, number: u64) {
-        let word_of = &inbox.words[place(number, inbox.places.len())];
-        self.wait_for_message(word_of, word(number, 0), true);
-        self.ops.push(Op::Message(Message::Take(inbox.clone(), number)));
+    /// Waits until the next message of the peer is in its place.
+    pub fn take_from_inbox(&mut self, inbox: &Arc<Inbox>) -> Ticket {
+        self.message(&inbox.order, Does::Take(inbox.clone()))
     }
 
-    /// The wait of the message that follows, which does it by itself if it is in lines.
-    fn wait_for_message(&mut self, at: &Word64, value: u64, by_next: bool) {
-        self.ops.push(Op::Wait64 { at: at.clone(), value, cond: Cond::Geq, of: None, by_next });
+    fn message(&mut self, order: &StreamOrder, does: Does) -> Ticket {
+        let ticket = self.number(order);
+        self.ops.push(Op::Message(Message { does, taken: ticket.taken, number: 0 }));
+        ticket
     }
 }

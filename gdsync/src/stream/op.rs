@@ -1,6 +1,7 @@
 //! Stream operations, with the semantics of CUDA's stream memory operations (`cuda.h`: `CUstreamBatchMemOpType`,
 //! `CUstreamWaitValue_flags`).
 
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::{fmt, iter};
@@ -9,6 +10,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::inbox::Message;
+use super::order::Numbers;
 use super::peer::PeerCopy;
 use super::place::Placing;
 use crate::verbs::end::QueueEnd;
@@ -22,13 +24,43 @@ use gdsync_device::recorder::{Awaited, NamedWords, Purpose};
 /// The operations of a submission, mostly one or two.
 pub(crate) type Ops = SmallVec<[Op; 2]>;
 
-/// The operations of a graph in order: those that are the same in each launch, and `None` for each that a launch makes anew.
-pub(super) type Kept = Arc<[Option<Op>]>;
+/// What a launch of a graph does not make anew.
+pub(super) struct Kept {
+    /// All operations in order: those that are the same in each launch but for the numbers of messages, and `None` for the others.
+    pub(super) ops: Arc<[Option<Op>]>,
+    pub(super) numbers: Numbers,
+}
 
-/// All operations of a launch, of which it has made `own` anew.
-pub(super) fn merged<'a>(kept: &'a [Option<Op>], own: &'a [Op]) -> impl Iterator<Item = &'a Op> {
-    let (mut kept, mut own) = (kept.iter(), own.iter());
-    iter::from_fn(move || kept.next().and_then(Option::as_ref).or_else(|| own.next()))
+/// An operation of a submission.
+pub(super) enum Queued<'a> {
+    Own(&'a Op),
+    /// Of a graph, with the number that it has in the launch.
+    Message(Op),
+}
+
+impl Deref for Queued<'_> {
+    type Target = Op;
+
+    fn deref(&self) -> &Op {
+        match self {
+            Self::Own(op) => op,
+            Self::Message(op) => op,
+        }
+    }
+}
+
+/// All operations of a submission, which is a launch if there are `kept` ones, and has made `own` anew.
+pub(super) fn merged<'a>(kept: Option<&'a Kept>, own: &'a [Op]) -> impl Iterator<Item = Queued<'a>> {
+    let (mut ops, mut own) = (kept.into_iter().flat_map(|kept| &*kept.ops), own.iter());
+    iter::from_fn(move || match (ops.next().and_then(Option::as_ref), kept) {
+        (Some(Op::Message(message)), Some(kept)) => {
+            let mut message = message.clone();
+            message.number = message.taken.behind(&kept.numbers);
+            Some(Queued::Message(Op::Message(message)))
+        }
+        (Some(op), _) => Some(Queued::Own(op)),
+        (None, _) => own.next().map(Queued::Own),
+    })
 }
 
 /// One operation of a stream.
@@ -66,10 +98,6 @@ pub(crate) enum Op {
         value: u64,
         /// The condition.
         cond: Cond,
-        /// Whose peer writes it: a stream that waits fails when that queue pair has broken, and breaks it when it fails.
-        of: Option<Arc<QueueEnd>>,
-        /// Whether the message behind it does the wait, where kernels run both.
-        by_next: bool,
     },
     /// Rings the doorbell of a queue. The host engine also notifies the device.
     Trigger(Arc<dyn Source>, DoorbellValue),
@@ -139,7 +167,15 @@ impl Op {
         match self {
             Op::Await(source, n) => source.awaited(*n),
             Op::Wait32 { at, value, .. } => Some(Awaited::word(at.addr(), (*value).into())),
-            Op::Wait64 { at, value, .. } => Some(Awaited::word(at.addr(), *value)),
+            _ => self.wait64().map(|(at, value, _)| Awaited::word(at.addr(), value)),
+        }
+    }
+
+    /// The 64-bit word that it waits for, and the condition.
+    pub(super) fn wait64(&self) -> Option<(&Word64, u64, Cond)> {
+        match self {
+            Op::Wait64 { at, value, cond } => Some((at, *value, *cond)),
+            Op::Message(message) => message.wait().map(|(at, value)| (at, value, Cond::Geq)),
             _ => None,
         }
     }
@@ -149,15 +185,18 @@ impl Op {
         let (addr, value, word, cond) = match self {
             Op::Await(source, n) => return source.describe(*n),
             Op::Wait32 { at, value, cond, .. } => (at.addr(), u64::from(*value), u64::from(at.load()), cond),
-            Op::Wait64 { at, value, cond, by_next: true, .. } if cond.holds64(at.load(), *value) => {
-                return format!(
-                    "the rest of a message (its word {:#x} has come, of {:#x}); see that the sender lives, and writes only what it tells of",
-                    at.load(),
-                    at.addr()
-                );
-            }
-            Op::Wait64 { at, value, of: Some(end), .. } => return end.qp.describe_word(at.load(), *value),
-            Op::Wait64 { at, value, cond, .. } => (at.addr(), *value, at.load(), cond),
+            Op::Message(message) => match message.wait() {
+                Some((at, value)) if Cond::Geq.holds64(at.load(), value) => {
+                    return format!(
+                        "the rest of a message (its word {:#x} has come, of {:#x}); see that the sender lives, and writes only what it tells of",
+                        at.load(),
+                        at.addr()
+                    );
+                }
+                Some((at, value)) => return message.end().qp.describe_word(at.load(), value),
+                None => return format!("{self:?}"),
+            },
+            Op::Wait64 { at, value, cond } => (at.addr(), *value, at.load(), cond),
             _ => return format!("{self:?}"),
         };
         let Some(words) = NamedWords::find(addr) else {
@@ -216,10 +255,7 @@ impl Op {
             Op::Wait32 { at, value, cond, of } => {
                 Op::Wait32 { at: at.clone(), value: *value, cond: *cond, of: of.clone() }
             }
-            Op::Wait64 { at, value, cond, of, by_next } => {
-                let (at, value, cond, of, by_next) = (at.clone(), *value, *cond, of.clone(), *by_next);
-                Op::Wait64 { at, value, cond, of, by_next }
-            }
+            Op::Wait64 { at, value, cond } => Op::Wait64 { at: at.clone(), value: *value, cond: *cond },
             Op::Trigger(source, value) => Op::Trigger(source.clone(), *value),
             Op::PostRecv { source, record, value } => {
                 Op::PostRecv { source: source.clone(), record: record.clone(), value: *value }
@@ -244,7 +280,7 @@ impl fmt::Debug for Op {
             Op::Write32 { at, value } => write!(f, "WRITE32 [{:#x}] <- {value:#x}", at.addr()),
             Op::Write64 { at, value } => write!(f, "WRITE64 [{:#x}] <- {value:#x}", at.addr()),
             Op::Wait32 { at, value, cond, .. } => write!(f, "WAIT32 [{:#x}] {cond:?} {value:#x}", at.addr()),
-            Op::Wait64 { at, value, cond, .. } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
+            Op::Wait64 { at, value, cond } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Peer(copy) => write!(f, "{copy:?}"),
             Op::Message(message) => write!(f, "{message:?}"),
             Op::Place(placing) => write!(f, "{placing:?}"),
@@ -265,12 +301,12 @@ impl fmt::Debug for Op {
 pub(super) type Use = (usize, Arc<dyn Source>);
 
 /// The distinct sources of a submission.
-pub(super) fn sources_of(ops: &[Op]) -> Vec<Use> {
+pub(super) fn sources_of(ops: impl IntoIterator<Item = impl Deref<Target = Op>>) -> Vec<Use> {
     let mut found: Vec<Use> = Vec::new();
-    for (index, op) in ops.iter().enumerate() {
-        let source = match op {
+    for (index, op) in ops.into_iter().enumerate() {
+        let source = match &*op {
             Op::Trigger(source, _) | Op::PostRecv { source, .. } | Op::Await(source, _) => source,
-            Op::Wait64 { of: Some(end), .. } => end.source(),
+            Op::Message(message) if message.wait().is_some() => message.end().source(),
             _ => continue,
         };
         match found.iter_mut().find(|(_, known)| Arc::ptr_eq(known, source)) {

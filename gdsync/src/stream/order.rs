@@ -2,8 +2,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -12,9 +10,8 @@ use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::engine::Progress;
-use super::execute::message_of;
 use super::op::Op;
-use super::{Batch, Cond, ReentrancyCheck, Stream, deadline};
+use super::{Batch, Cond, Stream, deadline};
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Qp, stream_name};
@@ -93,6 +90,7 @@ impl Position {
 #[derive(Default)]
 struct Place {
     at: OnceLock<Position>,
+    numbers: OnceLock<Numbers>,
     is_dropped: AtomicBool,
 }
 
@@ -101,6 +99,32 @@ struct Place {
 pub struct Ticket {
     place: Arc<Place>,
     qpn: u32,
+    /// The last number of its order through it.
+    pub(super) taken: Number,
+}
+
+/// The last number of each order of a submission before it, by index.
+pub(super) type Numbers = SmallVec<[u64; 4]>;
+
+/// A number that a batch takes: so many behind the last one of the order before, by its index.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Number {
+    order: usize,
+    nth: u64,
+}
+
+impl Number {
+    /// Its value in a submission.
+    #[inline]
+    pub(super) fn behind(self, before: &[u64]) -> u64 {
+        before.get(self.order).map_or(0, |before| before.wrapping_add(self.nth))
+    }
+
+    /// The same number among those of a graph: see [`Orders::join`].
+    pub(super) fn joined(self, before: &[Self]) -> Self {
+        let Self { order, nth } = before[self.order];
+        Self { order, nth: nth + self.nth }
+    }
 }
 
 impl fmt::Debug for StreamOrder {
@@ -151,7 +175,7 @@ impl StreamOrder {
         self.0.state.lock().oldest().is_some()
     }
 
-    /// The last number that a batch takes: see [`Batch::number`]. Batches that were dropped take none.
+    /// The last number that a batch takes for a message. Batches that were dropped take none.
     pub fn last_number(&self) -> u64 {
         let state = self.0.state.lock();
         let counts = state.unsubmitted.iter().filter(|(place, _)| is_there(place).is_some());
@@ -204,7 +228,11 @@ impl StreamOrder {
     }
 
     pub(super) fn core(&self) -> &Arc<QpCore> {
-        &self.0.end.qp
+        &self.end().qp
+    }
+
+    pub(super) fn end(&self) -> &Arc<QueueEnd> {
+        &self.0.end
     }
 
     fn out_of_order(&self) -> Error {
@@ -246,8 +274,6 @@ fn is_there(place: &Weak<Place>) -> Option<Arc<Place>> {
 pub(super) struct Follows {
     place: Arc<Place>,
     orders: SmallVec<[Followed; 1]>,
-    /// Shared by the launches of a graph.
-    numbered: Option<Arc<Vec<Numbered>>>,
 }
 
 /// One of its orders.
@@ -258,28 +284,6 @@ struct Followed {
     /// Numbers that the batch takes, and the last one before them.
     count: u64,
     number: u64,
-}
-
-/// Operations of a batch that differ by a number.
-#[derive(Clone, Debug)]
-pub(super) struct Numbered {
-    pub(super) places: Range<usize>,
-    /// The index of the order, and which of the batch's numbers in it.
-    order: usize,
-    number: u64,
-    fill: Fill,
-}
-
-/// Fills a batch with the operations of a number.
-#[derive(Clone)]
-struct Fill(Arc<FillFn>);
-
-type FillFn = dyn Fn(u64, &mut Batch) -> Result<()> + Send + Sync;
-
-impl fmt::Debug for Fill {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("NUMBERED")
-    }
 }
 
 impl fmt::Debug for Follows {
@@ -295,42 +299,28 @@ impl Drop for Follows {
     }
 }
 
-/// What each launch of a graph follows, and its operations that differ by numbers.
+/// What each launch of a graph follows, with how many numbers it takes.
 #[derive(Debug, Default)]
-pub(super) struct Numbers {
-    /// With how many numbers a launch takes.
-    orders: Vec<(StreamOrder, u64)>,
-    numbered: Arc<Vec<Numbered>>,
-}
+pub(super) struct Orders(Vec<(StreamOrder, u64)>);
 
-impl Numbers {
-    /// Has launches follow what a batch follows, too. Returns its operations with numbers as they are among those of the graph.
-    pub(super) fn join(&mut self, follows: &Follows) -> Vec<Numbered> {
+impl Orders {
+    /// Has launches follow what a batch follows, too. Returns the last number of each of its orders before it, among those of a launch.
+    pub(super) fn join(&mut self, follows: &Follows) -> Vec<Number> {
         let join = |Followed { order, count, .. }: &Followed| {
-            let known = self.orders.iter().position(|(known, _)| known.is(order));
-            let at = known.unwrap_or(self.orders.len());
+            let known = self.0.iter().position(|(known, _)| known.is(order));
+            let at = known.unwrap_or(self.0.len());
             if known.is_none() {
-                self.orders.push((order.clone(), 0));
+                self.0.push((order.clone(), 0));
             }
-            let before = self.orders[at].1;
-            self.orders[at].1 += count;
-            (at, before)
+            let nth = self.0[at].1;
+            self.0[at].1 += count;
+            Number { order: at, nth }
         };
-        let orders: Vec<_> = follows.orders.iter().map(join).collect();
-        let joined = |one: &Numbered| {
-            let (order, before) = orders[one.order];
-            Numbered { order, number: before + one.number, ..one.clone() }
-        };
-        follows.numbered().iter().map(joined).collect()
-    }
-
-    /// Adds what [`Numbers::join`] has returned. A launch has its operations from `start` on.
-    pub(super) fn add(&mut self, one: Numbered, start: usize) {
-        Arc::make_mut(&mut self.numbered).push(Numbered { places: start..start + one.places.len(), ..one });
+        follows.orders.iter().map(join).collect()
     }
 
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
-        self.orders.iter().map(|(order, _)| order.core())
+        self.0.iter().map(|(order, _)| order.core())
     }
 }
 
@@ -339,9 +329,10 @@ impl Follows {
         self.orders.iter().map(|followed| &followed.order)
     }
 
-    /// The operations that take numbers.
-    pub(super) fn numbered(&self) -> &[Numbered] {
-        self.numbered.as_deref().map_or(&[], Vec::as_slice)
+    /// None if it takes none.
+    fn numbers(&self) -> Option<Numbers> {
+        let takes_some = self.orders.iter().any(|followed| followed.count > 0);
+        takes_some.then(|| self.orders.iter().map(|followed| followed.number).collect())
     }
 
     /// Refuses unless the CPU may do it now.
@@ -378,27 +369,6 @@ impl Follows {
         self.orders.len() - 1
     }
 
-    /// Adds the operations of all numbers, which are known, one after the other.
-    fn fill(&self, batch: &mut Batch) -> Result<()> {
-        for one in self.numbered() {
-            let (followed, before) = (&self.orders[one.order], batch.ops.len());
-            (one.fill.0)(followed.number.wrapping_add(one.number), batch)?;
-            let is_plain = batch.sends.is_empty() && batch.waits.is_empty() && batch.follows.is_none();
-            let made = batch.ops.get_mut(before..).unwrap_or_default();
-            if made.len() != one.places.len() || !is_plain || batch.rare.is_some() {
-                let found = format!("{} operations, of which some may be work requests", made.len());
-                let expected = "as many plain operations as were announced";
-                return Err(Error::invalid("operations of a number", found, expected));
-            }
-            for op in made {
-                if let Op::Wait64 { of, .. } = op {
-                    *of = Some(followed.order.0.end.clone());
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Undoes [`Follows::begin`] in the first orders, after a refusal.
     fn cancel(&mut self, orders: usize) {
         for Followed { order, before, count, number } in &mut self.orders[..orders] {
@@ -416,6 +386,9 @@ impl Follows {
 
     /// The stream has got it, as this submission.
     pub(super) fn submitted(&mut self, seq: u64) {
+        if let Some(numbers) = self.numbers() {
+            self.place.numbers.get_or_init(|| numbers);
+        }
         for order in self.orders() {
             let mut state = order.0.state.lock();
             if let Some(last) = &mut state.last {
@@ -434,8 +407,9 @@ impl Batch {
     /// Has the batch follow an order: it is submitted behind all that follow it already, and to the same stream until that has done
     /// them. The ticket says how far it is. A batch that is dropped no longer counts.
     pub fn follow(&mut self, order: &StreamOrder) -> Ticket {
-        let (follows, _) = self.following(order);
-        Ticket { place: follows.place.clone(), qpn: order.core().qpn }
+        let (follows, at) = self.following(order);
+        let taken = Number { order: at, nth: follows.orders[at].count };
+        Ticket { place: follows.place.clone(), qpn: order.core().qpn, taken }
     }
 
     /// What it follows, and the index of the order there.
@@ -447,81 +421,57 @@ impl Batch {
     }
 
     /// Follows as a recorded batch did.
-    pub(super) fn follow_again(&mut self, numbers: &Numbers) {
-        if numbers.orders.is_empty() {
+    pub(super) fn follow_again(&mut self, orders: &Orders) {
+        if orders.0.is_empty() {
             return;
         }
         let follows = self.follows.insert(Box::default());
-        follows.numbered = Some(numbers.numbered.clone());
-        for (order, count) in &numbers.orders {
+        for (order, count) in &orders.0 {
             follows.add(order, *count);
         }
     }
 
-    /// Has the batch follow an order and take the next number in it, from 1 on. `fill` adds as many plain operations (waits for words,
-    /// copies, signals) as are said, of the same kinds for each number: for counters that the peer of the queue pair waits for, and
-    /// places in turn. It is called when a stream gets the batch, in each launch of a graph anew; then a batch that was dropped has taken
-    /// no number. A stream that waits there for a 64-bit word fails when the queue pair has broken, and breaks it when it fails: the next
-    /// number would be taken for the one that is lost.
-    pub fn number(
-        &mut self,
-        order: &StreamOrder,
-        count: usize,
-        fill: impl Fn(u64, &mut Self) -> Result<()> + Send + Sync + 'static,
-    ) -> Ticket {
-        let places = self.ops.len()..self.ops.len() + count;
-        // Until the number is known.
-        self.ops.extend(places.clone().map(|_| Op::Barrier));
+    /// Has the batch follow an order and take its next number, from 1 on: when a stream gets the batch, and in each launch of a graph
+    /// anew, so a batch that was dropped has taken none.
+    pub(super) fn number(&mut self, order: &StreamOrder) -> Ticket {
         let (follows, at) = self.following(order);
-        let number = follows.orders[at].count + 1;
-        follows.orders[at].count = number;
+        let followed = &mut follows.orders[at];
+        followed.count += 1;
         let mut state = order.0.state.lock();
         let own =
             state.unsubmitted.iter_mut().find(|(place, _)| place.as_ptr() == Arc::as_ptr(&follows.place));
-        own.into_iter().for_each(|(_, count)| *count = number);
+        own.into_iter().for_each(|(_, count)| *count = followed.count);
         drop(state);
-        let numbered = Numbered { places, order: at, number, fill: Fill(Arc::new(fill)) };
-        Arc::make_mut(follows.numbered.get_or_insert_default()).push(numbered);
-        Ticket { place: follows.place.clone(), qpn: order.core().qpn }
+        self.follow(order)
     }
 
-    /// Makes the numbered operations as if the batch were submitted next, for a capture.
-    pub(super) fn expect_numbers(&mut self) -> Result<()> {
+    /// Gives its messages numbers as if it were submitted next, for a capture.
+    pub(super) fn expect_numbers(&mut self) {
         for followed in self.follows.iter_mut().flat_map(|follows| &mut follows.orders) {
             followed.number = followed.order.last_number().wrapping_sub(followed.count);
         }
-        self.make_numbered()
+        self.set_numbers();
     }
 
-    /// Makes the numbered operations, whose numbers are known.
-    pub(super) fn make_numbered(&mut self) -> Result<()> {
-        let Some(follows) = self.follows.as_ref().filter(|follows| !follows.numbered().is_empty()) else {
-            return Ok(());
-        };
-        let mut made = Self::new();
-        made.ops.reserve(self.ops.len());
-        // The stream is locked.
-        ReentrancyCheck::Launch.begin();
-        let filled = catch_unwind(AssertUnwindSafe(|| follows.fill(&mut made)));
-        ReentrancyCheck::Launch.end();
-        filled.unwrap_or_else(|panic| {
-            let found = format!("a function that panicked: {}", message_of(panic.as_ref()));
-            Err(Error::invalid("operations of a number", found, "a function that adds them"))
-        })?;
-        if made.len() == self.len() {
-            // Nothing else is between them.
-            self.ops = made.ops;
-            return Ok(());
+    /// Gives its messages their numbers, which are known.
+    pub(super) fn set_numbers(&mut self) -> Numbers {
+        let numbers = self.follows.as_ref().and_then(|follows| follows.numbers());
+        let Some(numbers) = numbers else { return Numbers::new() };
+        for op in &mut self.ops {
+            if let Op::Message(message) = op {
+                message.number = message.taken.behind(&numbers);
+            }
         }
-        let mut made = made.ops.into_iter();
-        for one in follows.numbered() {
-            self.ops[one.places.clone()].iter_mut().zip(&mut made).for_each(|(place, op)| *place = op);
-        }
-        Ok(())
+        numbers
     }
 }
 
 impl Ticket {
+    /// The last number that its order has had through it, for a message its own, once a stream has got it.
+    pub fn number(&self) -> Option<u64> {
+        self.place.numbers.get().map(|before| self.taken.behind(before))
+    }
+
     /// Whether no stream has got the batch, which may come.
     pub fn is_unsubmitted(&self) -> bool {
         self.place.at.get().is_none() && !self.is_taken_back()

@@ -219,6 +219,7 @@ pub(super) fn part(memory: &Memory, range: Range<usize>) -> Result<(Memory, usiz
 }
 
 /// Writes a word of a peer, or adds to it, by a kernel or by a memory operation.
+#[inline]
 pub(super) fn signal(addr: u64, value: u64, add: bool, by_kernel: bool) -> Result<KernelOp> {
     match (by_kernel, add) {
         (true, _) => Ok(KernelOp::signal64(addr, value, add)),

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use super::batch::{Batch, RareState, Repeatable, Replenish, add_hook};
 use super::graph::EngineGraph;
-use super::op::{Kept, Op};
-use super::order::{Follows, Numbered, Numbers};
+use super::op::Op;
+use super::order::{Follows, Orders};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::Completion;
 use crate::verbs::cq::ClaimRange;
@@ -21,8 +21,6 @@ use gdsync_device::error::{Error, Result};
 #[derive(Debug)]
 enum Part {
     HostFn(Repeatable),
-    /// So many operations that differ by their number.
-    Numbered(usize),
     Sends {
         queue: Arc<SendQueue>,
         templates: Vec<Template>,
@@ -56,8 +54,6 @@ enum WaitTarget {
 pub(super) struct Recording {
     recorded: Recorded,
     ops: Vec<Option<Op>>,
-    /// Operations that a launch makes.
-    made: usize,
     /// Prepared sends and waits are kept until the end, because later batches refer to them, then dropped.
     sends: Vec<(usize, PreparedSend)>,
     waits: Vec<PreparedWait>,
@@ -73,9 +69,10 @@ pub(super) struct Recording {
 pub(super) struct Recorded {
     /// Called before each launch.
     pub(super) hooks: Vec<Arc<dyn Replenish>>,
-    numbers: Numbers,
+    orders: Orders,
     parts: Vec<Part>,
-    pub(super) ops: Kept,
+    /// As [`Kept`](super::op::Kept) has them.
+    pub(super) ops: Arc<[Option<Op>]>,
     /// The number of batches.
     pub(super) batches: usize,
 }
@@ -107,7 +104,7 @@ impl Recording {
         Self { steps: Some(Vec::new()), ..Self::default() }
     }
 
-    /// Adds a batch and empties it. `anew` says of each operation whether a launch makes it: see [`Batch::anew`].
+    /// Adds a batch and empties it. `anew` says of each operation whether launches differ in it: see [`Batch::anew`].
     pub(super) fn add(&mut self, batch: &mut Batch, anew: &[bool]) {
         let Batch { ops, sends, waits, rare, follows, .. } = mem::take(batch);
         let RareState { covered, repeatable, before, .. } = *rare.unwrap_or_default();
@@ -116,15 +113,11 @@ impl Recording {
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
-        let numbered = follows.as_ref().map(|follows| self.recorded.numbers.join(follows));
-        let mut numbered = numbered.into_iter().flatten().peekable();
+        let joined = follows.as_ref().map(|follows| self.recorded.orders.join(follows)).unwrap_or_default();
         self.follows.extend(follows.map(|follows| *follows));
-        for (at, (op, anew)) in ops.into_iter().zip(anew).enumerate() {
+        for (at, (mut op, anew)) in ops.into_iter().zip(anew).enumerate() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 self.add_covered(completion);
-            }
-            while let Some(one) = numbered.next_if(|one| one.places.start == at) {
-                self.add_numbered(one);
             }
             if let Op::Trigger(..) = op {
                 let mut joins = false;
@@ -143,21 +136,15 @@ impl Recording {
             } else if let Some((_, f)) = repeatable.next_if(|(place, _)| *place == at) {
                 self.recorded.parts.push(Part::HostFn(f));
             }
-            self.made += usize::from(*anew);
-            self.ops.push((!anew).then_some(op));
+            if let Op::Message(message) = &mut op {
+                message.taken = message.taken.joined(&joined);
+                self.ops.push(Some(op));
+            } else {
+                self.ops.push((!anew).then_some(op));
+            }
         }
         covered.for_each(|(_, completion)| self.add_covered(completion));
-        // Without operations.
-        numbered.for_each(|one| self.add_numbered(one));
         self.recorded.batches += 1;
-    }
-
-    fn add_numbered(&mut self, one: Numbered) {
-        match self.recorded.parts.last_mut() {
-            Some(Part::Numbered(count)) => *count += one.places.len(),
-            _ => self.recorded.parts.push(Part::Numbered(one.places.len())),
-        }
-        self.recorded.numbers.add(one, self.made);
     }
 
     /// Returns the recording. Cancels its sends and releases its waits.
@@ -212,7 +199,7 @@ impl Recorded {
             Part::Wait { awaited: WaitTarget::Next(end, _) | WaitTarget::All(end), .. } => Some(&end.qp),
             _ => None,
         });
-        match cores.chain(self.numbers.cores()).find(|core| core.qpn == failed) {
+        match cores.chain(self.orders.cores()).find(|core| core.qpn == failed) {
             Some(core) => core.name_rank(error),
             None => error,
         }
@@ -226,7 +213,7 @@ impl Recorded {
         full: &mut Option<&'a QueueEnd>,
     ) -> Result<()> {
         self.hooks.iter().try_for_each(|hook| hook.replenish())?;
-        batch.follow_again(&self.numbers);
+        batch.follow_again(&self.orders);
         for part in &self.parts {
             part.again(batch, completions).inspect_err(|_| {
                 *full = match part {
@@ -244,8 +231,6 @@ impl Part {
     fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {
             Part::HostFn(f) => batch.repeat(f.clone()),
-            // Until the numbers are known.
-            Part::Numbered(count) => batch.ops.extend((0..*count).map(|_| Op::Barrier)),
             Part::Sends { queue, templates, joins } => {
                 if !joins {
                     batch.part = batch.len();

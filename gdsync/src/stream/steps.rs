@@ -89,9 +89,9 @@ pub(super) fn refuse_in_launch() -> Result<()> {
     match ReentrancyCheck::Launch.is_here() {
         false => Ok(()),
         true => Err(Error::Unsupported {
-            what: "the use of a stream within a function that launches a kernel with steps, or adds the operations of a number",
+            what: "the use of a stream within a function that launches a kernel with steps",
             by: "the stream, which is locked during the call",
-            fix: "only launch the kernel there, or add operations to the batch",
+            fix: "only launch the kernel there",
         }),
     }
 }
@@ -175,8 +175,8 @@ impl KernelSteps {
             ReentrancyCheck::Launch.end();
             matches!(result.insert(answer), Ok(Ok(())))
         };
-        let launch = stream.launch_again(&self.recorded, |engine, guard, ops| {
-            engine.launch_steps(guard, &self.made, &self.recorded.ops, ops, &mut call)
+        let launch = stream.launch_again(&self.recorded, |engine, guard, kept, ops| {
+            engine.launch_steps(guard, &self.made, kept, ops, &mut call)
         });
         match result {
             None | Some(Ok(Ok(()))) => Ok(launch?),

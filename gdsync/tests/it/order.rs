@@ -5,9 +5,9 @@ use std::time::Duration;
 use gdsync::Error;
 use gdsync::memory::{Memory, Word64};
 use gdsync::stream::{Batch, Cond, Stream, StreamOrder, Ticket};
-use gdsync::verbs::SendWr;
 
 use crate::common::{PATIENCE, gate, pair, stream, stream_with, until};
+use crate::peer_copies::Slots;
 use crate::place::places;
 
 /// Two streams of each kind.
@@ -183,86 +183,108 @@ fn streams_wait_for_tickets() {
     }
 }
 
-/// A batch that writes its numbers to a word, which must be at the one before.
-fn numbered(order: &StreamOrder, word: &Word64, count: usize) -> Batch {
+/// A batch with messages.
+fn messages(ends: &Slots, count: usize) -> Batch {
     let mut batch = Batch::new();
-    for _ in 0..count {
-        let word = word.clone();
-        _ = batch.number(order, 2, move |n, batch| {
-            batch.wait_value64(&word, n - 1, Cond::Eq);
-            batch.write_value64(&word, n);
-            Ok(())
-        });
-    }
+    (0..count).for_each(|_| ends.pass(&mut batch, &ends.places).unwrap());
     batch
 }
 
-/// Numbers count what streams have got: no batch that was dropped or refused, and each launch.
+/// Messages are those that streams have got, in order: none of a batch that was dropped or refused, and those of each launch.
 #[test]
-fn batches_take_numbers_when_they_are_submitted() {
-    let (a, _b) = pair(8, |q| q);
-    for [s, _] in streams() {
-        let (order, word) = (StreamOrder::new(&a.qp), word());
-        s.submit(&mut numbered(&order, &word, 2)).unwrap();
-        let [dropped, mut first, mut second] = [3, 1, 2].map(|count| numbered(&order, &word, count));
-        assert_eq!(order.last_number(), 8);
+fn messages_are_numbered_when_they_are_submitted() {
+    for place in places() {
+        let [s, other] = [(); 2].map(|()| place.stream(PATIENCE));
+        let ends = Slots::new(&place.gpu, &place.gpu, &[8; 7]);
+        let last = || {
+            let orders = [&ends.free.order, &ends.to.order, &ends.inbox.order];
+            let [free, sent, taken] = orders.map(StreamOrder::last_number);
+            assert!(free == sent && sent == taken);
+            sent
+        };
+        let arrived = |n| {
+            let is_there = |n| ends.inbox.len_of(n) == Some(8);
+            (n - 6..=n).all(is_there) && !is_there(n + 1)
+        };
+        s.submit(&mut messages(&ends, 2)).unwrap();
+        let [dropped, mut first, mut second] = [3, 1, 2].map(|count| messages(&ends, count));
+        assert_eq!(last(), 8);
         drop(dropped);
-        assert_eq!(order.last_number(), 5);
+        assert_eq!(last(), 5);
         out_of_order(&s.submit(&mut second).unwrap_err());
         s.submit(&mut first).unwrap();
         s.submit(&mut second).unwrap();
         let graph = s.capture(|s| {
-            s.submit(&mut numbered(&order, &word, 1))?;
-            s.submit(&mut numbered(&order, &word, 2))?;
-            assert_eq!(order.last_number(), 8);
+            s.submit(&mut messages(&ends, 1))?;
+            s.submit(&mut messages(&ends, 2))?;
+            assert_eq!(last(), 8);
             gdsync::Result::Ok(())
         });
-        let graph = graph.unwrap();
-        assert_eq!(order.last_number(), 5);
+        let (graph, gate) = (graph.unwrap(), gate());
+        assert_eq!(last(), 5);
         for round in 0..3 {
+            s.wait_value32(&gate, 1, Cond::Eq).unwrap();
             graph.launch(&s).unwrap();
-            s.submit(&mut numbered(&order, &word, 1)).unwrap();
-            assert_eq!(order.last_number(), 5 + 4 * (round + 1));
+            busy(&graph.launch(&other).unwrap_err());
+            s.submit(&mut messages(&ends, 1)).unwrap();
+            assert_eq!(last(), 5 + 4 * (round + 1));
+            gate.store(1);
+            s.synchronize(PATIENCE).unwrap();
+            gate.store(0);
+            assert!(arrived(5 + 4 * (round + 1)));
         }
-        s.synchronize(PATIENCE).unwrap();
-        assert_eq!(word.load(), 17);
-        let mut wrong = Batch::new();
-        _ = wrong.number(&order, 2, |_, batch| {
-            batch.barrier();
-            Ok(())
-        });
-        for refused in [s.submit(&mut wrong), s.capture(|s| s.submit(&mut wrong)).map(drop)] {
-            assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
+        for refused in [stream("host").submit(&mut messages(&ends, 1)), messages(&ends, 1).run(PATIENCE)] {
+            assert!(matches!(refused, Err(Error::Unsupported { .. })), "{refused:?}");
         }
-        drop(wrong);
-        let refused = numbered(&order, &word, 1).run(PATIENCE).unwrap_err();
-        assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
-        s.submit(&mut numbered(&order, &word, 1)).unwrap();
-        s.synchronize(PATIENCE).unwrap();
-        assert_eq!(word.load(), 18);
+        graph.launch(&other).unwrap();
+        other.synchronize(PATIENCE).unwrap();
+        assert!(last() == 20 && arrived(20));
     }
 }
 
-/// A stream that waits for a word of the peer fails with the queue pair.
-#[test]
-fn waits_with_numbers_end_with_the_queue_pair() {
-    for [s, _] in streams() {
-        let (a, _b) = pair(8, |q| q);
-        let (order, word) = (StreamOrder::new(&a.qp), word());
+/// Submits a wait for a message, or launches a graph with it.
+fn take(ends: &Slots, s: &Stream, by_graph: bool) {
+    let submit = || {
         let mut batch = Batch::new();
-        let of = word.clone();
-        let ticket = batch.number(&order, 1, move |n, batch| {
-            batch.wait_value64(&of, n, Cond::Geq);
-            Ok(())
-        });
-        s.submit(&mut batch).unwrap();
+        _ = batch.take_from_inbox(&ends.inbox);
+        s.submit(&mut batch)
+    };
+    match by_graph {
+        false => submit().unwrap(),
+        true => _ = s.capture(|_| submit()).unwrap().launch(s).unwrap(),
+    }
+}
+
+/// A stream that waits for a message fails with the queue pair.
+#[test]
+fn waits_for_messages_end_with_the_queue_pair() {
+    for (place, by_graph) in
+        places().flat_map(|place| [false, true].map(|by_graph| (place.clone(), by_graph)))
+    {
+        let (s, ends) = (place.stream(PATIENCE), Slots::new(&place.gpu, &place.gpu, &[8]));
+        take(&ends, &s, by_graph);
         assert!(matches!(s.synchronize(Duration::from_millis(5)), Err(Error::Deadline { .. })));
-        a.qp.stop(&Error::GivenUp);
-        let error = ticket.wait(PATIENCE).unwrap_err();
+        ends.sides.0.qp.stop(&Error::GivenUp);
+        let error = ends.inbox.order.wait_idle(PATIENCE).unwrap_err();
         let is_known =
             matches!(&error, Error::QpStopped { reason, .. } if matches!(**reason, Error::GivenUp));
         assert!(is_known, "{error}");
         assert!(s.synchronize(PATIENCE).is_err());
+    }
+}
+
+/// A message that is lost with its stream would leave the next one in its place.
+#[test]
+fn streams_that_fail_take_the_queue_pairs_of_messages_along() {
+    for (place, by_graph) in
+        places().flat_map(|place| [false, true].map(|by_graph| (place.clone(), by_graph)))
+    {
+        let s = place.stream(Duration::from_millis(30));
+        let ends = Slots::new(&place.gpu, &place.gpu, &[8]);
+        take(&ends, &s, by_graph);
+        let failed = s.synchronize(PATIENCE).unwrap_err();
+        assert!(matches!(failed, Error::StreamWait { .. }), "{failed}");
+        assert!(matches!(ends.sides.0.qp.check(), Err(Error::QpStopped { .. })));
     }
 }
 
@@ -282,69 +304,4 @@ fn batches_of_the_cpu_follow() {
     batch.run(PATIENCE).unwrap();
     assert_eq!(word.load(), 2);
     order.check_idle().unwrap();
-}
-
-/// A number that is lost with its stream would leave the next one in its place.
-#[test]
-fn streams_that_fail_take_the_queue_pairs_of_numbers_along() {
-    let limit = Duration::from_millis(30);
-    let hosts = std::iter::once(stream_with("failing", limit));
-    for s in hosts.chain(places().map(|place| place.stream(limit))) {
-        let (a, _b) = pair(8, |q| q);
-        let (order, word, mut batch) = (StreamOrder::new(&a.qp), word(), Batch::new());
-        _ = batch.number(&order, 1, move |n, batch| {
-            batch.wait_value64(&word, n, Cond::Geq);
-            Ok(())
-        });
-        s.submit(&mut batch).unwrap();
-        assert!(matches!(s.synchronize(PATIENCE), Err(Error::StreamWait { .. })));
-        assert!(matches!(a.qp.check(), Err(Error::QpStopped { .. })));
-    }
-}
-
-/// What fills a batch may panic, or call the stream, which is locked then: the submission is refused, and all is as before.
-#[test]
-fn functions_of_numbers_may_panic_and_use_no_stream() {
-    let (a, _b) = pair(8, |q| q);
-    for [s, _] in streams() {
-        let (order, word) = (StreamOrder::new(&a.qp), word());
-        let mut batch = Batch::new();
-        let sent = batch.send(&a.qp, &SendWr::nop()).unwrap();
-        _ = batch.number(&order, 1, |_, _| panic!("for the test"));
-        for _ in 0..2 {
-            let refused = s.submit(&mut batch).unwrap_err().to_string();
-            assert!(refused.contains("for the test"), "{refused}");
-            assert!(order.wait_idle(Duration::from_secs(1)).is_ok());
-        }
-        drop((batch, sent));
-        let (own, mut batch) = (s.clone(), Batch::new());
-        _ = batch.number(&order, 1, move |_, _| own.write_value32(&gate(), 1));
-        let refused = s.submit(&mut batch).unwrap_err();
-        assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
-        drop(batch);
-        s.submit(&mut numbered(&order, &word, 1)).unwrap();
-        s.synchronize(PATIENCE).unwrap();
-        assert_eq!(word.load(), 1);
-        a.qp.post_send(&[SendWr::nop()]).unwrap().wait(PATIENCE).unwrap();
-    }
-}
-
-/// Numbers without operations count in graphs, too.
-#[test]
-fn graphs_take_numbers_without_operations() {
-    let (a, _b) = pair(8, |q| q);
-    for [s, _] in streams() {
-        let (order, word) = (StreamOrder::new(&a.qp), word());
-        let skip = |batch: &mut Batch| drop(batch.number(&order, 0, |_, _| Ok(())));
-        let graph = s.capture(|s| {
-            let mut batch = Batch::new();
-            skip(&mut batch);
-            batch.write_value64(&word, 1);
-            skip(&mut batch);
-            s.submit(&mut batch)
-        });
-        graph.unwrap().launch(&s).unwrap();
-        s.synchronize(PATIENCE).unwrap();
-        assert_eq!((word.load(), order.last_number()), (1, 2));
-    }
 }

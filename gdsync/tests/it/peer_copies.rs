@@ -8,16 +8,12 @@ use std::time::Duration;
 
 use gdsync::Error;
 use gdsync::cuda::Gpu;
-use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
-use gdsync::stream::{
-    Batch, Cond, CudaStreamConfig, FreePlaces, Inbox, PeerInbox, PeerSignal, Stream, StreamOrder, Via,
-};
-use gdsync::verbs::Context;
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, FreePlaces, Inbox, PeerInbox, PeerSignal, Stream, Via};
 use gdsync_testkit::driver::Control;
 
 use crate::child::own_process;
-use crate::common::{PATIENCE, pattern, stream, tier};
+use crate::common::{PATIENCE, Side, pair, pattern, stream, tier};
 use crate::place::{places, shared};
 
 /// Lengths of one block and of several, in which 16 bytes go up or not.
@@ -182,6 +178,8 @@ fn batches_of_many_operations_keep_their_order() {
 
 /// Both ends of messages from one GPU to places of another one.
 pub(crate) struct Slots {
+    /// Of the streams that wait.
+    pub(crate) sides: (Side, Side),
     pub(crate) inbox: Arc<Inbox>,
     slots: Memory,
     pub(crate) places: Memory,
@@ -210,12 +208,23 @@ impl Slots {
             ranges.iter().map(|range| places.slice(range.start, range.len()).unwrap()).collect();
         let slots = zeros(on, Inbox::bytes(lens.iter().copied()));
         let pairs: Vec<_> = ranges.iter().map(|range| (places.clone(), range.clone())).collect();
-        let inbox = Inbox::new(&slots, &pairs).unwrap();
+        let sides = pair(8, |q| q);
+        let inbox = Inbox::new(&sides.0.qp, &slots, &pairs).unwrap();
         let free = zeros(from, 64);
         let to = of_places.iter().map(|place| open(place, from)).collect();
-        let to = PeerInbox::new(open(&slots, from), 0, to, free.word64(0).unwrap()).unwrap();
-        let free = FreePlaces::new(&inbox, open(&free, on), 0).unwrap();
-        Self { inbox, slots, places, ranges, to, free }
+        let to = PeerInbox::new(&sides.0.qp, open(&slots, from), 0, to, free.word64(0).unwrap()).unwrap();
+        let free = FreePlaces::new(&sides.0.qp, &inbox, open(&free, on), 0).unwrap();
+        Self { sides, inbox, slots, places, ranges, to, free }
+    }
+}
+
+impl Slots {
+    /// A message of the first 8 bytes, by one stream at both ends.
+    pub(crate) fn pass(&self, batch: &mut Batch, from: &Memory) -> gdsync::Result<()> {
+        _ = batch.free_in_inbox(&self.free);
+        _ = batch.send_to_inbox(&self.to, from, 0..8)?;
+        _ = batch.take_from_inbox(&self.inbox);
+        Ok(())
     }
 }
 
@@ -233,12 +242,14 @@ fn messages_come_whole_through_slots() {
             let start = n % 9 * (n % 2);
             let len = [place.len(), 0, place.len() / 2, 9, 1][n % 5].min(place.len());
             let [mut sends, mut takes] = [Batch::new(), Batch::new()];
-            sends.send_to_inbox(&ends.to, n as u64, &from, start..start + len).unwrap();
+            _ = sends.send_to_inbox(&ends.to, &from, start..start + len).unwrap();
             streams[0].submit(&mut sends).unwrap();
             assert_eq!(ends.inbox.len_of(n as u64), None);
-            takes.free_in_inbox(&ends.free, n as u64);
-            takes.take_from_inbox(&ends.inbox, n as u64);
+            _ = takes.free_in_inbox(&ends.free);
+            let taken = takes.take_from_inbox(&ends.inbox);
+            assert_eq!(taken.number(), None);
             streams[1].submit(&mut takes).unwrap();
+            assert_eq!(taken.number(), Some(n as u64));
             streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
             image[place.start..place.start + len].copy_from_slice(&bytes[start..start + len]);
             assert!(
@@ -268,7 +279,7 @@ fn messages_wait_for_their_place() {
         let ends = Slots::new(&a, &b, &[300_000]);
         let stream = stream_on(&a, send, Duration::from_millis(50));
         let mut batch = Batch::new();
-        batch.send_to_inbox(&ends.to, 1, &from, 0..len).unwrap();
+        _ = batch.send_to_inbox(&ends.to, &from, 0..len).unwrap();
         stream.submit(&mut batch).unwrap();
         stream.synchronize(PATIENCE).unwrap_err();
         assert_eq!(ends.slots.word64(0).unwrap().load(), 0, "{send:?}");
@@ -286,11 +297,11 @@ fn messages_have_what_was_written_before_them() {
     let last = from.word64(8_184).unwrap();
     for n in (1..=90).step_by(3) {
         let [mut sends, mut takes] = [Batch::new(), Batch::new()];
-        (n..n + 3).for_each(|n| takes.free_in_inbox(&ends.free, n));
+        (0..3).for_each(|_| _ = takes.free_in_inbox(&ends.free));
         for n in n..n + 3 {
             sends.write_value64(&last, n);
-            sends.send_to_inbox(&ends.to, n, &from, 0..8_192).unwrap();
-            takes.take_from_inbox(&ends.inbox, n);
+            _ = sends.send_to_inbox(&ends.to, &from, 0..8_192).unwrap();
+            _ = takes.take_from_inbox(&ends.inbox);
         }
         streams[1].submit(&mut takes).unwrap();
         streams[0].submit(&mut sends).unwrap();
@@ -309,29 +320,53 @@ fn graphs_send_to_each_place() {
     let Some([a, b]) = gpus() else { return };
     let ends = Slots::new(&a, &b, &[20_000, 300_000]);
     let (from, bytes) = source(&a, 1);
-    let context = Context::soft(&SoftHcaConfig::default()).unwrap();
-    let qp = context.alloc_pd().unwrap().build_qp().build().unwrap();
-    qp.connect(qp.address()).unwrap();
-    let order = StreamOrder::new(&qp);
     let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
     let captured = sends.capture(|s| {
         let mut batch = Batch::new();
-        let (to, from) = (ends.to.clone(), from.clone());
-        _ = batch.number(&order, 2, move |n, batch| batch.send_to_inbox(&to, n, &from, 0..10_000));
+        _ = batch.send_to_inbox(&ends.to, &from, 0..10_000)?;
         s.submit(&mut batch)
     });
     let graph = captured.unwrap();
     for (n, place) in (1..=4).zip(ends.ranges.iter().cycle()) {
         graph.launch(&sends).unwrap();
         let mut batch = Batch::new();
-        batch.free_in_inbox(&ends.free, n);
-        batch.take_from_inbox(&ends.inbox, n);
+        _ = batch.free_in_inbox(&ends.free);
+        _ = batch.take_from_inbox(&ends.inbox);
         takes.submit(&mut batch).unwrap();
         [sends.synchronize(PATIENCE), takes.synchronize(PATIENCE)].into_iter().for_each(Result::unwrap);
         assert!(ends.places.to_vec()[place.start..][..10_000] == bytes[..10_000], "{n}");
         ends.places.fill(0, ROOM, 0).unwrap();
         ends.places.flush().unwrap();
     }
+}
+
+/// A message that does not fit into the place whose turn it is has no number.
+#[test]
+fn messages_that_do_not_fit_are_refused() {
+    let Some([a, b]) = gpus() else { return };
+    let (ends, (from, _)) = (Slots::new(&a, &b, &[64, 8]), source(&a, 1));
+    let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
+    let send = |len| {
+        let mut batch = Batch::new();
+        _ = batch.send_to_inbox(&ends.to, &from, 0..len)?;
+        sends.submit(&mut batch)
+    };
+    let graph = sends.capture(|_| send(64)).unwrap();
+    graph.launch(&sends).unwrap();
+    for refused in [graph.launch(&sends).map(drop), send(64)] {
+        assert!(matches!(refused, Err(Error::OutOfBounds { len: 64, size: 8, .. })), "{refused:?}");
+    }
+    assert_eq!(ends.to.order.last_number(), 1);
+    send(8).unwrap();
+    graph.launch(&sends).unwrap();
+    for _ in 0..3 {
+        let mut batch = Batch::new();
+        _ = batch.free_in_inbox(&ends.free);
+        _ = batch.take_from_inbox(&ends.inbox);
+        takes.submit(&mut batch).unwrap();
+    }
+    [sends.synchronize(PATIENCE), takes.synchronize(PATIENCE)].into_iter().for_each(Result::unwrap);
+    assert_eq!([1, 2, 3].map(|n| ends.inbox.len_of(n)), [None, Some(8), Some(64)]);
 }
 
 /// Who frees places by kernels takes messages by kernels. A peer that tells of lines and sends none fails the stream in time.
@@ -341,22 +376,27 @@ fn messages_that_cannot_be_taken_are_errors() {
     let ends = Slots::new(&a, &b, &[64]);
     let by_kernel = stream_on(&b, WAYS[0], Duration::from_millis(50));
     let (mut free, mut take) = (Batch::new(), Batch::new());
-    free.free_in_inbox(&ends.free, 1);
+    _ = free.free_in_inbox(&ends.free);
     by_kernel.submit(&mut free).unwrap();
-    take.take_from_inbox(&ends.inbox, 1);
+    _ = take.take_from_inbox(&ends.inbox);
     for other in &WAYS[1..] {
         let refused = stream_on(&b, *other, PATIENCE).submit(&mut take).unwrap_err();
         assert!(refused.to_string().contains("the same `via` and `copies`"), "{refused}");
     }
+    if a.ordinal() != b.ordinal() {
+        let refused = stream_on(&a, WAYS[0], PATIENCE).submit(&mut take).unwrap_err();
+        assert!(matches!(refused, Error::InvalidArgument { .. }), "{refused}");
+    }
     drop(take);
     let (from, _) = source(&a, 5);
-    let long = Batch::new().send_to_inbox(&ends.to, 1, &from, 0..65).unwrap_err();
+    let long = Batch::new().send_to_inbox(&ends.to, &from, 0..65).unwrap_err();
     assert!(matches!(long, Error::OutOfBounds { len: 65, size: 64, .. }), "{long:?}");
     for len in [8, u64::from(u32::MAX)] {
-        let stream = stream_on(&b, WAYS[0], Duration::from_millis(50));
+        // The failure of a stream that waits breaks the queue pair.
+        let (ends, stream) = (Slots::new(&a, &b, &[64]), stream_on(&b, WAYS[0], Duration::from_millis(50)));
         ends.slots.word64(0).unwrap().store(1 << 33 | len << 1 | 1);
         let mut take = Batch::new();
-        take.take_from_inbox(&ends.inbox, 1);
+        _ = take.take_from_inbox(&ends.inbox);
         stream.submit(&mut take).unwrap();
         let failed = stream.synchronize(PATIENCE).unwrap_err();
         assert!(failed.to_string().contains("50 ms for the rest of a message"), "{failed}");
@@ -367,7 +407,7 @@ fn messages_that_cannot_be_taken_are_errors() {
     for (start, len, places) in
         [(0, 64, &[(memory.clone(), 0..4096)][..]), (8, 1024, &[(memory.clone(), 0..64)]), (0, 64, &[])]
     {
-        Inbox::new(&memory.slice(start, len).unwrap(), places).unwrap_err();
+        Inbox::new(&ends.sides.0.qp, &memory.slice(start, len).unwrap(), places).unwrap_err();
     }
 }
 

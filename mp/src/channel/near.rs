@@ -4,7 +4,6 @@
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use gdsync::cuda::{Flush, Gpu};
 use gdsync::memory::{Memory, PeerMemory};
@@ -14,7 +13,6 @@ use gdsync::verbs::Qp;
 use crate::communicator::Communicator;
 use crate::error::Result;
 use crate::exchange::take;
-use crate::in_flight::Arrival;
 use crate::offer::{Offer, Reach, refuse_queues};
 use crate::path::NearPath;
 use crate::registration::{Piece, Registration};
@@ -142,20 +140,17 @@ impl Own {
         };
         let sends = match reached.out {
             Ok((words_there, places)) if theirs.into => {
-                let inbox = PeerInbox::new(words_there, SLOTS, places, words.word64(0)?)?;
-                Way::Out(Out { inbox, order: StreamOrder::new(out) })
+                Way::Out(Out(PeerInbox::new(out, words_there, SLOTS, places, words.word64(0)?)?))
             }
             reached => Way::Queue(reached.err().unwrap_or_else(other)),
         };
         let receives = match reached.into {
             Ok(words_there) if theirs.out => {
-                let inbox = Inbox::new(&words.slice(SLOTS, words.len() - SLOTS)?, &self.places)?;
+                let inbox = Inbox::new(into, &words.slice(SLOTS, words.len() - SLOTS)?, &self.places)?;
                 Way::Into(Into {
-                    free: FreePlaces::new(&inbox, words_there, 0)?,
+                    free: FreePlaces::new(into, &inbox, words_there, 0)?,
                     inbox,
                     room: self.places.iter().map(|(_, range)| range.len()).max().unwrap_or(0),
-                    posts: StreamOrder::new(into),
-                    waits: StreamOrder::new(into),
                     needs_flush: words.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded),
                 })
             }
@@ -227,10 +222,7 @@ pub(super) enum Way {
 
 /// Messages to the other rank.
 #[derive(Debug)]
-pub(super) struct Out {
-    inbox: Arc<PeerInbox>,
-    order: StreamOrder,
-}
+pub(super) struct Out(Arc<PeerInbox>);
 
 /// Messages from the other rank.
 #[derive(Debug)]
@@ -239,8 +231,6 @@ pub(super) struct Into {
     free: Arc<FreePlaces>,
     /// Bytes of the largest place.
     pub(super) room: usize,
-    posts: StreamOrder,
-    waits: StreamOrder,
     needs_flush: bool,
 }
 
@@ -249,8 +239,8 @@ impl Way {
     pub(super) fn orders(&self) -> impl Iterator<Item = &StreamOrder> {
         let orders = match self {
             Self::Queue(_) => [None, None],
-            Self::Out(out) => [Some(&out.order), None],
-            Self::Into(into) => [Some(&into.posts), Some(&into.waits)],
+            Self::Out(out) => [Some(&out.0.order), None],
+            Self::Into(into) => [Some(&into.free.order), Some(&into.inbox.order)],
         };
         orders.into_iter().flatten()
     }
@@ -258,11 +248,14 @@ impl Way {
 
 impl Out {
     /// Adds a message, behind the wait for its place.
-    pub(super) fn send(&self, batch: &mut Batch, buffer: &Registration, start: usize, len: u32) -> Ticket {
-        let (inbox, memory, end) = (self.inbox.clone(), buffer.memory().clone(), start + len as usize);
-        batch.number(&self.order, 2, move |number, batch| {
-            batch.send_to_inbox(&inbox, number, &memory, start..end)
-        })
+    pub(super) fn send(
+        &self,
+        batch: &mut Batch,
+        buffer: &Registration,
+        start: usize,
+        len: u32,
+    ) -> gdsync::Result<Ticket> {
+        batch.send_to_inbox(&self.0, buffer.memory(), start..start + len as usize)
     }
 }
 
@@ -270,35 +263,25 @@ impl Into {
     /// Messages whose place is free, and that have no wait.
     pub(super) fn unawaited(&self) -> u64 {
         // A batch with the place of a later wait may have been dropped.
-        self.posts.last_number().saturating_sub(self.waits.last_number())
+        self.posted().saturating_sub(self.inbox.order.last_number())
     }
 
     /// Places that were freed so far.
     pub(super) fn posted(&self) -> u64 {
-        self.posts.last_number()
+        self.free.order.last_number()
     }
 
     /// Tells that the next place is free.
     pub(super) fn post(&self, batch: &mut Batch) {
-        let free = self.free.clone();
-        _ = batch.number(&self.posts, 1, move |number, batch| {
-            batch.free_in_inbox(&free, number);
-            Ok(())
-        });
+        _ = batch.free_in_inbox(&self.free);
     }
 
     /// Waits for the next message.
-    pub(super) fn wait(&self, batch: &mut Batch) -> (Ticket, Arc<Arrival>) {
-        let arrival = Arc::new(Arrival { inbox: self.inbox.clone(), number: AtomicU64::new(0) });
-        let awaited = arrival.clone();
-        let ticket = batch.number(&self.waits, 2, move |number, batch| {
-            awaited.number.store(number, Ordering::Relaxed);
-            batch.take_from_inbox(&awaited.inbox, number);
-            Ok(())
-        });
+    pub(super) fn wait(&self, batch: &mut Batch) -> (Ticket, Arc<Inbox>) {
+        let ticket = batch.take_from_inbox(&self.inbox);
         if self.needs_flush {
             batch.flush();
         }
-        (ticket, arrival)
+        (ticket, self.inbox.clone())
     }
 }

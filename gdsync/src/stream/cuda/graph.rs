@@ -162,7 +162,7 @@ impl Shared {
         &self,
         guard: &mut SubmitGuard,
         exec: &Exec,
-        kept: &Kept,
+        kept: Kept,
         ops: &mut Ops,
     ) -> Result<u64> {
         if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel.ops != exec.by_kernel.ops {
@@ -172,12 +172,12 @@ impl Shared {
         let steps = plan::steps(&self.gpu, ops, exec.by_kernel)?;
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.begin(guard, true)?;
-        let mut launching = exec.pool.prepare(&steps)?;
+        let mut launching = exec.pool.prepare(&self.gpu, &steps, &kept, exec.by_kernel)?;
         let count = 1 + launching.nodes();
         let instance = self.instance(guard, &exec.pool)?;
         let seq = self.submitted() + 1;
         instance.arm(self.head(seq), &mut launching)?;
-        self.enqueue(guard, &mut done, (count, 0), (ops, Some((instance.clone(), kept.clone()))))?;
+        self.enqueue(guard, &mut done, (count, 0), (ops, Some((instance.clone(), kept))))?;
         // SAFETY: the queued submission keeps the instance, and all memory that its nodes access, alive.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
@@ -336,7 +336,7 @@ impl Shared {
         &self,
         guard: &mut SubmitGuard,
         step_pool: &StepPool,
-        kept: &Kept,
+        kept: Kept,
         ops: &mut Ops,
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
@@ -349,11 +349,11 @@ impl Shared {
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.begin(guard, true)?;
         let Some(kernel_exec) = &self.kernel_exec else { return Err(other_executor()) };
-        let launching = step_pool.pool.prepare(&steps)?;
+        let launching = step_pool.pool.prepare(&self.gpu, &steps, &kept, ByKernel::ALL)?;
         let instance = self.instance(guard, &step_pool.pool)?;
         let seq = self.submitted() + 1;
         let addr = instance.arm_steps(self.head(seq), &launching, self.mark_of(seq))?;
-        self.enqueue(guard, &mut done, (CALLS, 0), (ops, Some((instance, kept.clone()))))?;
+        self.enqueue(guard, &mut done, (CALLS, 0), (ops, Some((instance, kept))))?;
         drop(launching);
         // Dropped now: waiters for completed submissions must not wait for the application.
         drop(done);

@@ -5,17 +5,18 @@
 //! several kernels reads their operations from memory, which each launch writes at once. Such a graph has several
 //! instances, because pending launches still read theirs.
 
-use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
+use std::{mem, slice};
 
 use parking_lot::{Mutex, MutexGuard};
 
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOpNodeParams};
 
-use super::plan::{self, Call, Slot};
+use super::plan::{self, ByKernel, Call, Slot, Slots};
+use crate::stream::op::{Kept, Op};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::cuda::kernel_exec::{self, Grid, Head, KernelExecutor, KernelOp};
 use gdsync_device::error::{Error, Result};
@@ -29,8 +30,7 @@ const INSTANCES: usize = 3;
 #[derive(Debug)]
 pub(super) struct Pool {
     instances: Vec<Arc<Instance>>,
-    /// Where the steps go that launches make anew.
-    slots: Vec<Slot>,
+    slots: Slots,
     /// Locked while a launch takes an instance and writes its operations, until it is queued.
     launching: Mutex<Launching>,
 }
@@ -75,7 +75,7 @@ struct Programs {
 }
 
 impl Pool {
-    fn new(instances: Vec<Instance>, (launching, slots): (Launching, Vec<Slot>)) -> Self {
+    fn new(instances: Vec<Instance>, (launching, slots): (Launching, Slots)) -> Self {
         let instances = instances.into_iter().map(Arc::new).collect();
         Self { instances, slots, launching: Mutex::new(launching) }
     }
@@ -85,7 +85,7 @@ impl Pool {
         gpu: &Gpu,
         kernel_exec: Option<&Arc<KernelExecutor>>,
         graph: Handle,
-        (launching, slots): (Launching, Vec<Slot>),
+        (launching, slots): (Launching, Slots),
     ) -> Result<Self> {
         let nodes = &launching.nodes;
         let in_memory =
@@ -116,7 +116,7 @@ impl Pool {
     }
 
     /// Allocates programs for steps.
-    pub(super) fn of_steps(gpu: &Gpu, (launching, slots): (Launching, Vec<Slot>)) -> Result<Self> {
+    pub(super) fn of_steps(gpu: &Gpu, (launching, slots): (Launching, Slots)) -> Result<Self> {
         let len = kernel_exec::room_of_steps(launching.nodes.iter().map(|node| node.ops.len()));
         let one = |_| {
             let programs = Some(Programs::new(gpu, len)?);
@@ -125,24 +125,35 @@ impl Pool {
         Ok(Self::new((0..INSTANCES).map(one).collect::<Result<_>>()?, (launching, slots)))
     }
 
-    /// Locks the pool, with the steps of a launch that were made anew. Hold the lock from [`Pool::free`] until the launch is queued.
+    /// Locks the pool, with the steps of a launch that were made anew, and those of the messages that were kept. Hold the lock from
+    /// [`Pool::free`] until the launch is queued.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for other steps than were captured.
-    pub(super) fn prepare(&self, steps: &[KernelOp]) -> Result<MutexGuard<'_, Launching>> {
+    pub(super) fn prepare(
+        &self,
+        gpu: &Gpu,
+        steps: &[KernelOp],
+        kept: &Kept,
+        by_kernel: ByKernel,
+    ) -> Result<MutexGuard<'_, Launching>> {
         let mut launching = self.launching.lock();
-        if steps.len() != self.slots.len() {
-            return Err(other_operations());
+        let ops = &mut launching.ops;
+        let (mut own, mut of_messages) = (self.slots.own.iter(), self.slots.of_messages.iter());
+        let mut refused = put(ops, steps, &mut own);
+        let kept_ops = if of_messages.len() == 0 { &[][..] } else { &kept.ops };
+        for op in kept_ops {
+            let Some(Op::Message(message)) = op else { continue };
+            let number = message.taken.behind(&kept.numbers);
+            // All memory is mapped since the capture.
+            message.add_steps(number, gpu, (by_kernel.ops, by_kernel.copies), |steps| {
+                refused = refused.or(put(ops, steps, &mut of_messages));
+            })?;
         }
-        for (step, slot) in steps.iter().zip(&self.slots) {
-            match *slot {
-                Slot::At(at) if step.fits(&launching.ops[at]) => launching.ops[at] = *step,
-                Slot::At(_) => return Err(other_operations()),
-                Slot::Same(copy) if copy != *step => return Err(other_copy()),
-                Slot::Same(_) | Slot::Superseded => {}
-            }
+        match refused {
+            None if own.len() + of_messages.len() == 0 => Ok(launching),
+            refusal => Err(refusal.unwrap_or(other_operations)()),
         }
-        Ok(launching)
     }
 
     /// A free instance. The caller holds the pool's lock.
@@ -300,6 +311,20 @@ impl Launching {
     fn programs(&self) -> impl Iterator<Item = (&Node, &[KernelOp])> {
         self.nodes.iter().map(|node| (node, &self.ops[node.ops.clone()]))
     }
+}
+
+/// Writes steps to the next slots. Returns why it cannot.
+#[inline]
+fn put(ops: &mut [KernelOp], steps: &[KernelOp], slots: &mut slice::Iter<'_, Slot>) -> Option<fn() -> Error> {
+    for step in steps {
+        match slots.next() {
+            Some(Slot::At(at)) if step.fits(&ops[*at]) => ops[*at] = *step,
+            Some(Slot::Same(copy)) if copy != step => return Some(other_copy),
+            Some(Slot::Same(_) | Slot::Superseded) => {}
+            Some(Slot::At(_)) | None => return Some(other_operations),
+        }
+    }
+    None
 }
 
 fn other_copy() -> Error {

@@ -69,27 +69,35 @@ pub(super) struct Calls {
     host_fns: usize,
     /// Operations of the calls before the last one.
     ended: usize,
-    /// Where the steps are that launches make anew.
-    slots: Vec<Slot>,
+    slots: Slots,
 }
 
-/// A plan for launches: where each step goes that a launch makes anew.
+/// Where the steps go in which launches differ, in order.
+#[derive(Debug, Default)]
+pub(super) struct Slots {
+    /// Those that launches make anew: see [`steps`].
+    pub(super) own: Vec<Slot>,
+    pub(super) of_messages: Vec<Slot>,
+}
+
+/// A plan for launches.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub(super) calls: Vec<Call>,
     /// The number of operations of all calls.
     ops: usize,
-    /// In the order of [`steps`].
-    pub(super) slots: Vec<Slot>,
+    pub(super) slots: Slots,
 }
 
 impl Plan {
     /// Adds another one behind it, without its calls, which it returns.
     pub(super) fn join(&mut self, next: Self) -> Vec<Call> {
-        self.slots.extend(next.slots.into_iter().map(|slot| match slot {
+        let behind = |slot| match slot {
             Slot::At(at) => Slot::At(self.ops + at),
             other => other,
-        }));
+        };
+        self.slots.own.extend(next.slots.own.into_iter().map(behind));
+        self.slots.of_messages.extend(next.slots.of_messages.into_iter().map(behind));
         self.ops += next.ops;
         next.calls
     }
@@ -210,7 +218,7 @@ impl Calls {
             is_last_by_kernel: false,
             host_fns: 0,
             ended: 0,
-            slots: Vec::new(),
+            slots: Slots::default(),
         }
     }
 
@@ -330,8 +338,7 @@ impl Calls {
                 is_placed = matches!(op, Op::Place(_)) && !steps.is_empty();
             }
             match op {
-                Op::Trigger(..) | Op::Peer(_) | Op::Message(_) | Op::Place(_) | Op::Tell { .. }
-                    if steps.is_empty() => {}
+                Op::Trigger(..) | Op::Peer(_) | Op::Place(_) | Op::Tell { .. } if steps.is_empty() => {}
                 // With the wait before it.
                 Op::OrValue { .. } | Op::UnlessPlaced => continue,
                 Op::Await(..) => {
@@ -349,8 +356,8 @@ impl Calls {
                         _ => self.put(&[wait]),
                     }
                     let slot = is_anew.then(|| {
-                        self.slots.extend([self.slot_of_last(), Slot::Superseded]);
-                        self.slots.len() - 1
+                        self.slots.own.extend([self.slot_of_last(), Slot::Superseded]);
+                        self.slots.own.len() - 1
                     });
                     if flushes {
                         self.put_flush();
@@ -367,8 +374,23 @@ impl Calls {
                 Op::Trigger(..) | Op::Write32 { .. } | Op::PostRecv { .. } | Op::Write64 { .. } => {
                     self.put(&steps)
                 }
-                Op::Peer(_) | Op::Message(_) if !self.by_kernel.copies => self.put_engine_copy(&steps),
-                Op::Peer(_) | Op::Message(_) | Op::Place(_) | Op::Tell { .. } => self.put_copy(&steps),
+                Op::Message(message) => {
+                    if message.wait().is_some() {
+                        self.pass(&mut indices);
+                    }
+                    if steps[0].is_wait() && !steps[0].needs_kernel() {
+                        self.put(&[steps.remove(0)]);
+                        let slot = is_anew.then(|| self.slot_of_last());
+                        self.slots.of_messages.extend(slot);
+                    }
+                    match self.by_kernel.copies {
+                        _ if steps.is_empty() => {}
+                        true => self.put_copy(&steps),
+                        false => self.put_engine_copy(&steps),
+                    }
+                }
+                Op::Peer(_) if !self.by_kernel.copies => self.put_engine_copy(&steps),
+                Op::Peer(_) | Op::Place(_) | Op::Tell { .. } => self.put_copy(&steps),
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),
@@ -383,9 +405,11 @@ impl Calls {
             if is_anew {
                 let of_engine = KernelOp::as_copy(&steps).filter(|_| !self.by_kernel.copies).map_or(0, |_| 2);
                 let (same, put) = steps.split_at(of_engine);
-                self.slots.extend(same.iter().copied().map(Slot::Same));
+                let is_message = matches!(op, Op::Message(_));
+                let slots = if is_message { &mut self.slots.of_messages } else { &mut self.slots.own };
+                slots.extend(same.iter().copied().map(Slot::Same));
                 let end = self.ended + self.last.len();
-                self.slots.extend((end - put.len()..end).map(Slot::At));
+                slots.extend((end - put.len()..end).map(Slot::At));
             }
         }
         self.pass(&mut indices);
@@ -403,7 +427,7 @@ impl Calls {
         for &(index, slot) in indices.iter() {
             self.put(&[index]);
             if let Some(slot) = slot {
-                self.slots[slot] = self.slot_of_last();
+                self.slots.own[slot] = self.slot_of_last();
             }
         }
         indices.clear();
@@ -433,12 +457,14 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
         Op::Wait32 { ref at, value, cond, .. } => {
             steps.push(KernelOp::wait32(word(gpu, op, at.memory())?, value, cond));
         }
-        Op::Wait64 { by_next: true, .. } if by_kernel == ByKernel::ALL => {}
-        Op::Wait64 { ref at, value, cond, .. } => {
+        Op::Wait64 { ref at, value, cond } => {
             steps.push(KernelOp::wait64(word(gpu, op, at.memory())?, value, cond));
         }
         Op::Peer(ref copy) => copy.add_steps(gpu, by_kernel.ops || by_kernel.copies, steps)?,
-        Op::Message(ref message) => message.add_steps(gpu, by_kernel.ops, by_kernel.copies, steps)?,
+        Op::Message(ref message) => {
+            let by_kernel = (by_kernel.ops, by_kernel.copies);
+            message.add_steps(message.number, gpu, by_kernel, |more| steps.extend_from_slice(more))?;
+        }
         Op::Tell { ref line, told } if by_kernel.ops || by_kernel.copies && is_long(told) => {
             steps.push(KernelOp::signal64(line.memory().gpu_addr(gpu)?, told, false));
         }
@@ -585,11 +611,13 @@ fn no_flush() -> Error {
 
 #[cfg(test)]
 mod tests {
+    use gdsync_soft::SoftHcaConfig;
     use gdsync_testkit::driver;
     use parking_lot::Mutex;
 
     use super::*;
     use crate::stream::{Batch, FreePlaces, Inbox, Ops, PeerInbox};
+    use crate::verbs::Context;
     use gdsync_device::memory::PeerMemory;
 
     const KERNELS: ByKernel = ByKernel::ALL;
@@ -599,6 +627,7 @@ mod tests {
     fn programs_of(gpu: &Gpu, by_kernel: ByKernel, add: &dyn Fn(&mut Batch)) -> Vec<Program> {
         let mut batch = Batch::new();
         add(&mut batch);
+        batch.expect_numbers();
         let calls = of_batch(gpu, &batch.ops, &[], by_kernel).unwrap().calls;
         let program = |call| match call {
             Call::Ops(ops) => ops,
@@ -676,44 +705,47 @@ mod tests {
         let memory = gpu.alloc(1 << 20).unwrap();
         let peer = PeerMemory::open(&gpu, &memory.export().unwrap()).unwrap();
         let word = memory.word64(0).unwrap();
-        let lens = [100, 100_000];
-        let slots = gpu.alloc(Inbox::bytes(lens)).unwrap();
-        let inbox = Inbox::new(&slots, &lens.map(|len| (memory.clone(), 64..64 + len))).unwrap();
-        let places = lens
-            .map(|len| PeerMemory::open(&gpu, &memory.slice(64, len).unwrap().export().unwrap()).unwrap());
-        let slots = PeerMemory::open(&gpu, &slots.export().unwrap()).unwrap();
-        let to = PeerInbox::new(slots, 0, places.to_vec(), word.clone()).unwrap();
-        let calls = |by_kernel, add: &dyn Fn(&mut Batch)| calls_of(&gpu, by_kernel, add);
-        // Odd messages are short.
-        let send = |batch: &mut Batch, n: u64| {
-            let len = if n % 2 == 1 { 100 } else { 100_000 };
-            batch.send_to_inbox(&to, n, &memory, 0..len).unwrap();
+        let qp = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap().build_qp().build();
+        let qp = qp.unwrap();
+        qp.connect(qp.address()).unwrap();
+        let inbox = |len| {
+            let slots = gpu.alloc(Inbox::bytes([len])).unwrap();
+            Inbox::new(&qp, &slots, &[(memory.clone(), 64..64 + len)]).unwrap()
         };
-        let places = FreePlaces::new(&inbox, peer.clone(), 0).unwrap();
-        let free = |batch: &mut Batch, n| batch.free_in_inbox(&places, n);
+        let [short_inbox, long_inbox] = [100, 100_000].map(inbox);
+        let open = |memory: &Memory| PeerMemory::open(&gpu, &memory.export().unwrap()).unwrap();
+        let lens = [100_000, 100];
+        let slots = open(&gpu.alloc(Inbox::bytes(lens)).unwrap());
+        let places = lens.map(|len| open(&memory.slice(64, len).unwrap())).to_vec();
+        let to = PeerInbox::new(&qp, slots, 0, places, word.clone()).unwrap();
+        let calls = |by_kernel, add: &dyn Fn(&mut Batch)| calls_of(&gpu, by_kernel, add);
+        let send = |batch: &mut Batch, len| _ = batch.send_to_inbox(&to, &memory, 0..len).unwrap();
+        let places = FreePlaces::new(&qp, &short_inbox, peer.clone(), 0).unwrap();
+        let free = |batch: &mut Batch| _ = batch.free_in_inbox(&places);
+        let take = |batch: &mut Batch, inbox| _ = batch.take_from_inbox(inbox);
         let short = |batch: &mut Batch| {
-            send(batch, 1);
-            free(batch, 1);
-            batch.take_from_inbox(&inbox, 1);
+            send(batch, 100);
+            free(batch);
+            take(batch, &short_inbox);
             batch.write_value64(&word, 1);
         };
         let long = |batch: &mut Batch| {
-            batch.take_from_inbox(&inbox, 2);
-            free(batch, 1);
-            send(batch, 2);
-            free(batch, 2);
-            send(batch, 3);
+            take(batch, &long_inbox);
+            free(batch);
+            send(batch, 100_000);
+            free(batch);
+            send(batch, 100);
         };
         let others = |batch: &mut Batch| {
-            send(batch, 1);
+            send(batch, 100);
             batch.wait_value64(&word, 1, Cond::Geq);
-            send(batch, 3);
+            send(batch, 100);
             batch.put_peer(&memory, 0..8, &peer, 0, None).unwrap();
-            batch.take_from_inbox(&inbox, 1);
+            take(batch, &short_inbox);
         };
         assert_eq!(calls(KERNELS, &short), [(9, 1, true)]);
         let program = |add: &dyn Fn(&mut Batch)| programs_of(&gpu, KERNELS, add).swap_remove(0);
-        let [one, two] = [1, 2].map(|n| program(&|batch| send(batch, n)));
+        let [one, two] = [100, 100_000].map(|len| program(&|batch| send(batch, len)));
         let waits = program(&|batch| batch.wait_value64(&word, 1, Cond::Geq));
         assert!(may_join(&one, &one) && !may_join(&one, &two) && !may_join(&two, &one));
         assert!(!may_join(&waits, &one) && !may_join(&one, &waits));
@@ -723,7 +755,29 @@ mod tests {
             [(4, 1, true), (1, 1, true), (4, 1, true), (2, 1, true), (3, 1, true)]
         );
         // The wait by a memory operation, a copy and a signal.
-        assert_eq!(calls(COPIES, &|batch| send(batch, 1)), [(1, 1, false), (3, 1, true)]);
+        assert_eq!(calls(COPIES, &|batch| send(batch, 100)), [(1, 1, false), (3, 1, true)]);
+    }
+
+    /// A wait that ends by a word before its completion is for kernels: not where a flush of the front end is behind it.
+    #[test]
+    fn waits_for_either_are_for_kernels() {
+        for (flushes, by_kernel, ops) in [(0, KERNELS, 3), (0, COPIES, 2), (1, KERNELS, 3)] {
+            let control = driver::Control::take();
+            // Inbound writes: flush on streams, flush options, ordering.
+            for (number, value) in [(98, flushes), (117, 1 - flushes), (118, 0)] {
+                control.attribute(0, number, value);
+            }
+            let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+            assert_eq!(gpu.capabilities().flush == Flush::OnStream, flushes == 1);
+            let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+            let qp = pd.build_qp().build().unwrap();
+            qp.connect(qp.address()).unwrap();
+            let received = qp.post_recv(&[crate::verbs::RecvWr::new(&[])]).unwrap();
+            let word = gpu.alloc(8).unwrap().word64(0).unwrap();
+            let wait = |batch: &mut Batch| batch.wait_or_value64(&received, &word, 1).unwrap();
+            // The wait, the word or the flush, and the consumer index.
+            assert_eq!(calls_of(&gpu, by_kernel, &wait), [(ops, 1, by_kernel.ops && flushes == 0)]);
+        }
     }
 
     #[test]

@@ -31,7 +31,7 @@ use super::watchdog::{WaitIndex, is_inconclusive};
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::engine::Progress;
 use crate::stream::execute::message_of;
-use crate::stream::op::{Kept, Op, Ops, log_failure, merged, sources_of, stop, to_stop};
+use crate::stream::op::{Kept, Op, Ops, Queued, log_failure, merged, sources_of, stop, to_stop};
 use crate::stream::{ReentrancyCheck, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
@@ -140,9 +140,8 @@ pub(super) struct Submission {
 
 impl Submission {
     /// All operations, in order.
-    pub(super) fn all(&self) -> impl Iterator<Item = &Op> {
-        let kept = self.launched.as_ref().map_or(&[][..], |(_, kept)| kept);
-        merged(kept, &self.ops)
+    pub(super) fn all(&self) -> impl Iterator<Item = Queued<'_>> {
+        merged(self.launched.as_ref().map(|(_, kept)| kept), &self.ops)
     }
 }
 
@@ -481,7 +480,7 @@ impl Shared {
         let sources = {
             let state = self.lock();
             let pending = state.queue.iter().filter(|submission| submission.seq > completed);
-            to_stop(pending.flat_map(|submission| sources_of(&submission.ops)).map(|(_, source)| source))
+            to_stop(pending.flat_map(|submission| sources_of(submission.all())).map(|(_, source)| source))
         };
         self.status.fail();
         stop(&self.config.name, sources, &error);

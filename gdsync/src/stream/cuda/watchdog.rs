@@ -15,7 +15,7 @@ use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
 use super::shared::{Shared, State, Submission, SubmitGuard};
-use crate::stream::op::{Arrival, Op};
+use crate::stream::op::{Arrival, Op, Queued};
 use gdsync_device::cuda::kernel_exec::GivenUp;
 use gdsync_device::cuda::{DriverTask, WaitingStream};
 use gdsync_device::error::Error;
@@ -99,7 +99,7 @@ impl Watch<'_> {
             of.work.wait_for(&mut state, pause);
         }
         // Cloned only now: a queue pair cannot be reset while a clone exists.
-        let awaited = self.held.and_then(|(place, _)| match QueueView(&state).wait_at(place)? {
+        let awaited = self.held.and_then(|(place, _)| match &*QueueView(&state).wait_at(place)? {
             Op::Await(source, _) if !of.failed() => Some(source.clone()),
             _ => None,
         });
@@ -144,9 +144,9 @@ impl Watch<'_> {
 
     /// Why the wait that holds the stream will not be satisfied.
     fn lost(&self, view: &QueueView<'_>) -> Option<Error> {
-        match view.wait_at(self.held?.0)? {
+        match &*view.wait_at(self.held?.0)? {
             Op::Await(source, _) => source.lost(),
-            Op::Wait64 { of: Some(end), .. } => end.qp.broken_by(),
+            Op::Message(message) => message.end().qp.broken_by(),
             _ => None,
         }
     }
@@ -283,9 +283,11 @@ impl Shared {
     fn is_at(&self, wait: &Op, word: u64) -> bool {
         let addr = match wait {
             Op::Wait32 { at, .. } => at.memory().gpu_addr(&self.gpu),
-            Op::Wait64 { at, .. } => at.memory().gpu_addr(&self.gpu),
             Op::Await(source, n) => source.arrival(*n).word_on(&self.gpu).map(|place| place.addr),
-            _ => return false,
+            _ => match wait.wait64() {
+                Some((at, ..)) => at.memory().gpu_addr(&self.gpu),
+                None => return false,
+            },
         };
         addr.is_ok_and(|addr| addr == word)
     }
@@ -341,8 +343,8 @@ pub(super) fn is_inconclusive(error: &gdrcopy::Error) -> bool {
 }
 
 /// The waits of a submission, with their indices.
-fn waits_of(submission: &Submission) -> impl Iterator<Item = (usize, &Op)> {
-    let is_wait = |op: &Op| matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. } | Op::Await(..));
+fn waits_of(submission: &Submission) -> impl Iterator<Item = (usize, Queued<'_>)> {
+    let is_wait = |op: &Op| matches!(op, Op::Wait32 { .. } | Op::Await(..)) || op.wait64().is_some();
     submission.all().enumerate().filter(move |(_, op)| is_wait(op))
 }
 
@@ -352,12 +354,11 @@ type Indices = SmallVec<[(u64, u32); 4]>;
 fn is_satisfied(wait: &Op, indices: &mut Indices) -> bool {
     match wait {
         Op::Wait32 { at, value, cond, .. } => cond.holds32(at.load(), *value),
-        Op::Wait64 { at, value, cond, .. } => cond.holds64(at.load(), *value),
         Op::Await(source, n) => {
             let arrival = source.arrival(*n);
             is_known_passed(&arrival, indices) || arrival.check().is_ok() || is_passed(&arrival, indices)
         }
-        _ => true,
+        _ => wait.wait64().is_none_or(|(at, value, cond)| cond.holds64(at.load(), value)),
     }
 }
 
@@ -402,17 +403,17 @@ impl<'a> QueueView<'a> {
         oldest.and_then(|known| waits_of(known).next()).is_some_and(|(at, _)| at == place)
     }
 
-    fn wait_at(&self, (seq, place): WaitIndex) -> Option<&'a Op> {
+    fn wait_at(&self, (seq, place): WaitIndex) -> Option<Queued<'a>> {
         self.0.queue.iter().find(|known| known.seq == seq)?.all().nth(place)
     }
 
     /// Whether it is a wait for a credit of a queue pair that has broken.
     fn is_void(&self, place: WaitIndex) -> bool {
-        matches!(self.wait_at(place), Some(Op::Wait32 { of: Some(end), .. }) if end.qp.broken_by().is_some())
+        matches!(self.wait_at(place).as_deref(), Some(Op::Wait32 { of: Some(end), .. }) if end.qp.broken_by().is_some())
     }
 
     fn describe(&self, place: WaitIndex, pressure: Option<&WaitingStream<'_>>) -> String {
-        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), Op::describe);
+        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| wait.describe());
         match pressure.and_then(WaitingStream::advice) {
             Some(advice) => format!("{what} ({advice})"),
             None => what,
@@ -422,7 +423,7 @@ impl<'a> QueueView<'a> {
     /// Satisfies a wait that has held a failed stream for `held`, and whose queues were stopped `stopped` ago, or a void one. A
     /// stopped queue completes by itself unless it is late.
     fn force(&self, place: WaitIndex, stopped: Duration, held: Duration) {
-        match self.wait_at(place).unwrap_or(&Op::Barrier) {
+        match self.wait_at(place).as_deref().unwrap_or(&Op::Barrier) {
             Op::Await(source, n) if held >= FLUSH_TIME && stopped >= source.flush_time() => {
                 source.release(*n);
             }
@@ -433,12 +434,13 @@ impl<'a> QueueView<'a> {
                     at.store(word);
                 }
             }
-            Op::Wait64 { at, value, cond, .. } => {
-                if let Some(word) = cond.satisfy64(at.load(), *value) {
+            other => {
+                if let Some((at, value, cond)) = other.wait64()
+                    && let Some(word) = cond.satisfy64(at.load(), value)
+                {
                     at.store(word);
                 }
             }
-            _ => {}
         }
     }
 }

@@ -11,7 +11,7 @@ fn a_store_releases_a_wait() {
         [
             Op::Wait32 { at: word.clone(), value: 7, cond: Cond::Geq, of: None },
             Op::Write32 { at: after.clone(), value: 1 },
-            Op::Wait64 { at: wide.clone(), value: 1 << 40, cond: Cond::And, of: None, by_next: false },
+            Op::Wait64 { at: wide.clone(), value: 1 << 40, cond: Cond::And },
             Op::Write32 { at: after.clone(), value: 2 },
         ],
     );
@@ -43,7 +43,7 @@ fn conditions_compare_word_to_value_in_that_order() {
         assert!(!engine.wait_completed(seq, Instant::now() + Duration::from_millis(5)), "{cond:?}");
         word.store(holds);
         drain(&engine);
-        let broad = Op::Wait64 { at: wide.clone(), value: value.into(), cond, of: None, by_next: false };
+        let broad = Op::Wait64 { at: wide.clone(), value: value.into(), cond };
         let seq = submit(&engine, [broad]);
         assert!(!engine.wait_completed(seq, Instant::now() + Duration::from_millis(5)), "{cond:?}");
         wide.store(holds.into());
@@ -176,7 +176,7 @@ fn the_wait_limit_error_names_the_wait() {
     let cases: [(Op, String); 3] = [
         (wait_for(&word, 0x11), format!("WAIT32 [{:#x}] Eq 0x11 (the word is 0xab)", word.addr())),
         (
-            Op::Wait64 { at: wide.clone(), value: 0, cond: Cond::Nor, of: None, by_next: false },
+            Op::Wait64 { at: wide.clone(), value: 0, cond: Cond::Nor },
             format!("WAIT64 [{:#x}] Nor 0x0 (the word is 0xffffffffffffffff)", wide.addr()),
         ),
         (wait_on(&word, 0x11, &source), "send completion 7 of QP 0x123".to_owned()),

@@ -95,7 +95,7 @@ fn a_wait_for_a_word_runs_the_device_that_writes_it() {
         });
         let pd = device.open();
         let _mr = pd.register(&memory, Access::all()).unwrap();
-        let wide = Op::Wait64 { at: wide, value: 1, cond: Cond::Geq, of: None, by_next: false };
+        let wide = Op::Wait64 { at: wide, value: 1, cond: Cond::Geq };
         submit(&engine, [wait_for(&narrow, 1), wide]);
         drain(&engine);
         assert!(engine.error().is_none(), "{:?}", engine.error());
