@@ -19,7 +19,7 @@ use crate::shm_fifo::{FifoReceive, ShmFifo};
 use crate::transport::{Companion, DRAIN, Transport, mark_only_once};
 use crate::wait::Deadline;
 
-/// How long the completion of a message that has arrived may take: then its rank is lost, or about to be.
+/// How long the completion of a message that a stream has seen may take: then its rank is lost, or about to be.
 const FOLLOWS: Duration = Duration::from_secs(5);
 
 /// A rank, and the operations under way with it.
@@ -436,21 +436,31 @@ impl Peer {
         matches!(*reason, gdsync::Error::StreamWait { .. }).then(|| Arc::unwrap_or_clone(reason))
     }
 
-    /// As [`Peer::recycle`], and waits for the completions of receives whose message a stream may have seen already: they follow at once.
-    #[cold]
-    pub(crate) fn settle_arrived(&self) {
-        self.recycle();
-        let ops: Vec<_> = self.in_flight[Direction::Recv as usize].lock().ops().cloned().collect();
-        let deadline = Deadline::after(FOLLOWS);
-        let has_arrived = |op: &InFlightOp| {
-            self.transport.arrival(op.index()).is_some_and(|(word, value)| word.load() == value)
-        };
-        for op in ops.iter().filter(|op| has_arrived(op)) {
-            while matches!(op.outcome(), Ok(None)) && !deadline.is_over() {
-                yield_now();
-                self.recycle();
-            }
+    /// Waits for the completion of a message that a stream has seen already, which follows at once.
+    pub(crate) fn settle(&self, op: &InFlightOp, limit: Duration) -> Option<usize> {
+        let is_seen =
+            || self.transport.places().is_some() && op.completion().is_some_and(Completion::is_passed);
+        if !is_seen() {
+            return None;
         }
+        let deadline = Deadline::after(limit);
+        loop {
+            match op.outcome() {
+                Ok(None) if !deadline.is_over() => {}
+                // A failure shows when it is asked for again.
+                known => return known.ok().flatten(),
+            }
+            self.transport.cq(op.direction).drain();
+            yield_now();
+        }
+    }
+
+    /// As [`Peer::recycle`], with receives whose messages streams have seen already.
+    #[cold]
+    pub(crate) fn settle_all(&self) {
+        let ops: Vec<_> = self.in_flight[Direction::Recv as usize].lock().ops().cloned().collect();
+        ops.iter().for_each(|op| _ = self.settle(op, FOLLOWS));
+        self.recycle();
     }
 
     /// Takes completions, releases buffers, and asks a silent rank whether it is alive if anything is under way.

@@ -20,6 +20,9 @@ use crate::wait::Deadline;
 /// The domain of the ranges that profilers show.
 pub(crate) static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");
 
+/// How long a call that does not block may wait for the completion of a message that a stream has seen: it follows in microseconds.
+const SOON: Duration = Duration::from_millis(1);
+
 /// A message under way. Dropping it detaches: the message goes on, and its resources are released when it is complete.
 #[derive(Clone)]
 #[must_use = "the message may be under way: wait for it before its memory is used again, or drop it with `_ =`"]
@@ -172,7 +175,10 @@ impl Request {
                     // What came through the FIFO before it is complete before it.
                     peer.take();
                 }
-                op.outcome()
+                match op.outcome()? {
+                    None => Ok(peer.settle(op, SOON)),
+                    known => Ok(known),
+                }
             }
             State::Rma(queue, op) => outcome_beside(&queue.qp.send, op),
             State::Channel(_, qp, op) => match outcome_beside(qp, op) {

@@ -33,6 +33,12 @@ impl Completion {
         self.n == other.n && self.life == other.life && Arc::ptr_eq(&self.end, &other.end)
     }
 
+    /// Whether a stream has passed a wait for it, or for a later one: then it arrives soon, if it has not. See
+    /// [`Batch::wait_or_value64`](crate::stream::Batch::wait_or_value64).
+    pub fn is_passed(&self) -> bool {
+        self.end.cq.is_passed_to(self.n + 1)
+    }
+
     /// The number of the work request in its queue, from 0. A cancelled request's number is reused by the next one.
     #[inline]
     pub fn index(&self) -> u64 {
