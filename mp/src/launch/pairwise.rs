@@ -5,11 +5,14 @@ use std::os::fd::AsRawFd;
 use std::str;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use super::bootstrap::Bootstrap;
-use super::connection::{Conn, FIX_FILES, FIX_NETWORK, Job, Kind, MAX_PAYLOAD, TICK, send_to_all, wait};
+use super::connection::{Conn, FIX_FILES, FIX_NETWORK, Job, Kind, TICK, send_to_all, wait};
 use super::environment::{Launch, Launcher, Root};
-use super::rendezvous::{HELLO_LIMIT, address};
+use super::rendezvous::{address, greeting, reject};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
@@ -40,8 +43,13 @@ use crate::wait::Deadline;
 pub struct Listener {
     listener: TcpListener,
     token: u64,
+    /// Connections without a hello, and their start.
+    pending: Mutex<Vec<(Conn, Instant)>>,
     is_closed: Arc<AtomicBool>,
 }
+
+/// Most connections without a hello; for one too many the oldest is closed.
+const MAX_PENDING: usize = 64;
 
 /// The address of this host by which others reach it: that of its default route, or loopback where it has none.
 pub(super) fn own_address() -> IpAddr {
@@ -77,7 +85,7 @@ impl Listener {
             |error| Error::bootstrap_os("this process", "cannot listen", error, "name another address");
         let listener = TcpListener::bind((ip.unwrap_or_else(own_address), 0)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        Ok(Self { listener, token: new_token()?, is_closed: Arc::default() })
+        Ok(Self { listener, token: new_token()?, pending: Mutex::default(), is_closed: Arc::default() })
     }
 
     /// What the others need to connect: at most 64 bytes.
@@ -94,7 +102,8 @@ impl Listener {
         self.is_closed.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until a process connects, and builds a communicator with it, for at most [`CommunicatorBuilder::timeout`].
+    /// Waits until a process connects, and builds a communicator with it, for at most [`CommunicatorBuilder::timeout`]. Connections
+    /// that say nothing hold up no other: at most 64 are kept, each for 5 s.
     ///
     /// # Errors
     /// [`Error::Deadline`] if none connects; [`Error::Closed`] if a thread closes the listener; [`Error::Bootstrap`] and [`Error::Device`] as [`CommunicatorBuilder::init_over`].
@@ -106,26 +115,17 @@ impl Listener {
             if self.is_closed.load(Ordering::Relaxed) {
                 return Err(Error::Closed { what: "the listener" });
             }
-            match self.listener.accept() {
-                Ok((stream, from)) => {
-                    let greeted =
-                        Conn::new(stream, from.to_string()).ok().and_then(|conn| self.greet(conn, job));
-                    if let Some(conn) = greeted {
-                        break conn;
-                    }
-                    tracing::warn!(%from, "a connection did not introduce itself");
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(error) => {
-                    return Err(Error::bootstrap_os("this process", "cannot accept", error, FIX_FILES));
-                }
+            if let Some(conn) = self.greeted(job) {
+                break conn;
             }
+            self.accept_one()?;
             if deadline.is_over() {
                 let fix = "see that a process connects to the address of this listener";
                 return Err(deadline.error("waiting for a connection", fix));
             }
-            let fd = self.listener.as_raw_fd();
-            let mut fds = [libc::pollfd { fd, events: libc::POLLIN, revents: 0 }];
+            let poll = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+            let mut fds = vec![poll(self.listener.as_raw_fd())];
+            fds.extend(self.pending.lock().iter().map(|(conn, _)| poll(conn.fd())));
             wait(&mut fds, deadline.remaining().min(TICK))?;
         };
         let mut conns = vec![conn];
@@ -139,21 +139,34 @@ impl Listener {
         builder.build(Box::new(bootstrap), resolved, deadline)
     }
 
-    /// Waits for the introduction of rank 1 of this job; others wait meanwhile.
-    fn greet(&self, mut conn: Conn, job: Job) -> Option<Conn> {
-        let deadline = Deadline::after(HELLO_LIMIT);
-        while !conn.fill().ok()? {
-            if deadline.is_over() || self.is_closed.load(Ordering::Relaxed) {
-                return None;
+    /// Accepts a connection if one is there. One at a time: those behind the peer of this call are for later calls.
+    fn accept_one(&self) -> Result<()> {
+        match self.listener.accept() {
+            Ok((stream, from)) => {
+                let mut pending = self.pending.lock();
+                if pending.len() == MAX_PENDING {
+                    pending.remove(0);
+                }
+                pending.extend(Conn::new(stream, from.to_string()).map(|conn| (conn, Instant::now())));
+                Ok(())
             }
-            let mut fds = [libc::pollfd { fd: conn.fd(), events: libc::POLLIN, revents: 0 }];
-            wait(&mut fds, deadline.remaining().min(TICK)).ok()?;
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(()),
+            Err(error) => Err(Error::bootstrap_os("this process", "cannot accept", error, FIX_FILES)),
         }
-        let header = conn.take_any().ok()?.header;
-        let is_it = header.kind == Kind::Hello && header.token == job.token && header.size == job.size;
-        conn.peer = format!("rank 1 ({})", conn.peer);
-        conn.max_payload = MAX_PAYLOAD;
-        (is_it && header.rank == 1).then_some(conn)
+    }
+
+    /// The first connection that has introduced itself as rank 1 of this job.
+    fn greeted(&self, job: Job) -> Option<Conn> {
+        let mut pending = self.pending.lock();
+        let mut next = 0;
+        while let Some((conn, since)) = pending.get_mut(next) {
+            match greeting(conn, *since, job, &[None]) {
+                Ok(None) => next += 1,
+                Ok(Some(_)) => return Some(pending.remove(next).0),
+                Err(why) => reject(pending.remove(next).0, job, &why),
+            }
+        }
+        None
     }
 }
 

@@ -23,7 +23,7 @@ const DIAL: Duration = Duration::from_secs(5);
 const MAX_PAUSE: Duration = Duration::from_millis(500);
 
 /// How long a connection may take to send its hello.
-pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(5);
+const HELLO_LIMIT: Duration = Duration::from_secs(5);
 
 /// Pause after a failed accept, which a shortage of descriptors would repeat at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
@@ -285,50 +285,60 @@ impl Acceptor<'_> {
 
     fn read_hellos(&mut self) {
         for (mut conn, since) in std::mem::take(&mut self.pending) {
-            match conn.fill() {
-                Ok(false) if since.elapsed() < HELLO_LIMIT => self.pending.push((conn, since)),
-                Ok(false) => self.reject(conn, "it sent no hello".to_owned()),
-                Ok(true) => match self.rank_of(&mut conn) {
-                    Ok(rank) => {
-                        conn.peer = format!("rank {rank} ({})", conn.peer);
-                        conn.max_payload = MAX_PAYLOAD;
-                        self.ranks[rank as usize - 1] = Some(conn);
-                    }
-                    Err(why) => self.reject(conn, why),
-                },
-                Err(Error::Bootstrap { what, .. }) => self.reject(conn, format!("it {what}")),
-                Err(other) => self.reject(conn, other.to_string()),
+            match greeting(&mut conn, since, self.job, &self.ranks) {
+                Ok(None) => self.pending.push((conn, since)),
+                Ok(Some(rank)) => self.ranks[rank as usize - 1] = Some(conn),
+                Err(why) => {
+                    self.rejected = Some(format!("{}, because {why}", conn.peer));
+                    reject(conn, self.job, &why);
+                }
             }
         }
     }
+}
 
-    /// The rank that a hello asks for, or why it cannot have it.
-    fn rank_of(&self, conn: &mut Conn) -> std::result::Result<u32, String> {
-        let hello = conn.take_any().map_err(|error| error.to_string())?.header;
-        if hello.kind != Kind::Hello {
-            return Err("it did not begin with a hello".to_owned());
-        }
-        if hello.token != self.job.token {
-            return Err("its job token is not the one of this job".to_owned());
-        }
-        if hello.size != self.job.size {
-            return Err(format!("its world size is {}, but {} at rank 0", hello.size, self.job.size));
-        }
-        let taken = hello.rank.checked_sub(1).and_then(|index| self.ranks.get(index as usize));
-        match taken {
-            None => Err(format!("rank {} has no place among {}", hello.rank, self.job.size)),
-            Some(Some(owner)) => Err(format!("rank {} is taken: {}", hello.rank, owner.peer)),
-            Some(None) => Ok(hello.rank),
+/// The rank that the hello of a connection asks for, or why it cannot have it; `None` while the hello may come. `ranks` are 1 and up.
+pub(super) fn greeting(
+    conn: &mut Conn,
+    since: Instant,
+    job: Job,
+    ranks: &[Option<Conn>],
+) -> std::result::Result<Option<u32>, String> {
+    let said = |error| match error {
+        Error::Bootstrap { what, .. } => format!("it {what}"),
+        other => other.to_string(),
+    };
+    match conn.fill().map_err(said)? {
+        false if since.elapsed() < HELLO_LIMIT => return Ok(None),
+        false => return Err("it sent no hello".to_owned()),
+        true => {}
+    }
+    let hello = conn.take_any().map_err(said)?.header;
+    if hello.kind != Kind::Hello {
+        return Err("it did not begin with a hello".to_owned());
+    }
+    if hello.token != job.token {
+        return Err("its job token is not the one of this job".to_owned());
+    }
+    if hello.size != job.size {
+        return Err(format!("its world size is {}, but {} at rank 0", hello.size, job.size));
+    }
+    match hello.rank.checked_sub(1).and_then(|index| ranks.get(index as usize)) {
+        None => Err(format!("rank {} has no place among {}", hello.rank, job.size)),
+        Some(Some(owner)) => Err(format!("rank {} is taken: {}", hello.rank, owner.peer)),
+        Some(None) => {
+            conn.peer = format!("rank {} ({})", hello.rank, conn.peer);
+            conn.max_payload = MAX_PAYLOAD;
+            Ok(Some(hello.rank))
         }
     }
+}
 
-    fn reject(&mut self, mut conn: Conn, why: String) {
-        tracing::warn!(peer = conn.peer, why, "connection rejected");
-        // Without the token of the job.
-        let job = Job { token: 0, ..self.job };
-        conn.farewell(job.frame(Kind::Refused, 0, why.as_bytes()));
-        self.rejected = Some(format!("{}, because {why}", conn.peer));
-    }
+/// Tells a connection why it is none of the job, and closes it.
+pub(super) fn reject(mut conn: Conn, job: Job, why: &str) {
+    tracing::warn!(peer = conn.peer, why, "connection rejected");
+    // Without the token of the job.
+    conn.farewell(Job { token: 0, ..job }.frame(Kind::Refused, 0, why.as_bytes()));
 }
 
 #[cfg(test)]

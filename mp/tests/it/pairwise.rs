@@ -55,6 +55,20 @@ fn a_listener_accepts_several_one_after_the_other() {
     }
 }
 
+#[test]
+fn peers_that_connect_at_once_are_all_accepted() {
+    let listener = Listener::bind(LOOPBACK).unwrap();
+    let address = listener.address().unwrap();
+    scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| builder().connect_to(&address).unwrap().finalize(LONG).unwrap());
+        }
+        for _ in 0..3 {
+            listener.accept(builder()).unwrap().finalize(LONG).unwrap();
+        }
+    });
+}
+
 /// A thread is in `wait`, which has no deadline, when another one calls `close`. So is a later call refused.
 fn ends(wait: impl Fn() -> mp::Result<()> + Sync, close: impl FnOnce()) {
     let is_closed = |error: &Error| assert!(matches!(error, Error::Closed { .. }), "{error}");
@@ -115,7 +129,8 @@ fn strangers_take_no_place() {
     let listener = Listener::bind(LOOPBACK).unwrap();
     let address = listener.address().unwrap();
     let at = std::str::from_utf8(&address[8..]).unwrap();
-    // One leaves, one says nonsense, one has another number.
+    // More say nothing than are kept, one leaves, one says nonsense, one has another number.
+    let mut silent: Vec<_> = (0..70).map(|_| TcpStream::connect(at).unwrap()).collect();
     drop(TcpStream::connect(at).unwrap());
     let mut nonsense = TcpStream::connect(at).unwrap();
     nonsense.write_all(&[7; 64]).unwrap();
@@ -124,7 +139,8 @@ fn strangers_take_no_place() {
     scope(|scope| {
         let accepted = scope.spawn(|| listener.accept(builder()).unwrap());
         // It comes first: the listener looks at no connection after that of the right peer.
-        assert!(matches!(builder().connect_to(&guessed).unwrap_err(), Error::Bootstrap { .. }));
+        says(&builder().connect_to(&guessed).unwrap_err(), &["its job token is not the one of this job"]);
+        assert_eq!(silent[0].read(&mut [0]).unwrap(), 0);
         let right = builder().connect_to(&address).unwrap();
         message(&accepted.join().unwrap(), &right, 5);
     });
