@@ -34,11 +34,12 @@ typedef unsigned long long u64;
 // front of the LENGTH. FIND looks for receive `value` at `addr`; no step of an application has it.
 enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, ADD_64, LENGTH, COPY, FIND = 12, PACK, TAKE };
 enum Cond : u32 { GEQ, EQ, AND, NOR };
-// NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one. PEER: a copy between
-// GPUs, or a signal behind it, which must not follow a wait that the CPU ends because the stream has failed. FOUND: only if the
-// last FIND has found a receive; a COPY is into it then, and `addr` is the table of what is open; a wait, only if nothing was copied. DIRECT: only if the last PACK was
-// into the place. BY_MOVE: a wait that the PACK or TAKE behind it does, in each thread. EITHER: a wait that is over, too, when the word of
-// the WAIT_64 behind it has its value; no step of an application has it. CREDIT: a wait for a word that only grows.
+// NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one. PEER: a copy between GPUs, or a
+// signal behind it, which must not follow a wait that the CPU ends because the stream has failed. FOUND: only if the last FIND has found
+// a receive; a COPY is into it then, and `addr` is the table of what is open; a wait, only if nothing was copied. DIRECT: only if the
+// last PACK was into the place. BY_MOVE: a wait that the PACK or TAKE behind it does, in each thread. EITHER: a wait that is over, too,
+// when the word of the WAIT_64 behind it has the upper half of its value; no step of an application has it. CREDIT: a wait for a word
+// that only grows.
 enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8, DIRECT = 16, BY_MOVE = 32, EITHER = 64, CREDIT = 128 };
 
 struct Op {

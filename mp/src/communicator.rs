@@ -366,7 +366,7 @@ impl Communicator {
             // A complete receive that nobody has waited for is released first.
             Some(outstanding) => outstanding.claim(pieces, Some(rank), |other| {
                 let peer = other.and_then(|other| self.0.peers.get(other));
-                peer.into_iter().for_each(|peer| peer.settle_all());
+                peer.into_iter().for_each(|peer| peer.settle());
             }),
             None => Ok(ReceiveClaims::new()),
         }

@@ -278,7 +278,7 @@ impl Communicator {
     }
 
     /// Holds a stream until a message is complete. A stream that is released by a failure goes on too: look at
-    /// [`Stream::synchronize`] or the request, which may be complete some microseconds after the stream has gone on.
+    /// [`Stream::synchronize`] or the request.
     ///
     /// # Errors
     /// [`Error::Message`](crate::Error::Message): the connection is broken, the stream is full or failed, or another
@@ -327,9 +327,9 @@ impl Communicator {
     }
 }
 
-fn wait_for(batch: &mut Batch, completion: &Completion, word: Option<(Word64, u64)>) -> gdsync::Result<()> {
+fn wait_for(batch: &mut Batch, completion: &Completion, word: Option<(Word64, u32)>) -> gdsync::Result<()> {
     match word {
-        Some((word, value)) => batch.wait_or_value64(completion, &word, value),
+        Some((word, number)) => batch.wait_or_arrival(completion, &word, number),
         None => batch.wait(completion),
     }
 }

@@ -436,31 +436,32 @@ impl Peer {
         matches!(*reason, gdsync::Error::StreamWait { .. }).then(|| Arc::unwrap_or_clone(reason))
     }
 
-    /// Waits for the completion of a message that a stream has seen already, which follows at once.
-    pub(crate) fn settle(&self, op: &InFlightOp, limit: Duration) -> Option<usize> {
-        let is_seen =
-            || self.transport.places().is_some() && op.completion().is_some_and(Completion::is_passed);
-        if !is_seen() {
-            return None;
+    /// Bytes of a message that a stream has seen, or whose payload it has put into the receive: the completion follows.
+    pub(crate) fn seen(&self, op: &InFlightOp) -> Option<usize> {
+        self.transport.places()?;
+        op.completion().filter(|completion| completion.is_passed())?;
+        if op.direction == Direction::Send {
+            return Some(op.bytes());
         }
-        let deadline = Deadline::after(limit);
-        loop {
-            match op.outcome() {
-                Ok(None) if !deadline.is_over() => {}
-                // A failure shows when it is asked for again.
-                known => return known.ok().flatten(),
-            }
-            self.transport.cq(op.direction).drain();
-            yield_now();
-        }
+        let (word, number) = self.transport.arrival(op.index())?;
+        let word = word.load();
+        // The peer wrote it.
+        let len = usize::try_from(word & u64::from(u32::MAX)).ok()?.min(op.bytes());
+        (word >> 32 == u64::from(number)).then_some(len)
     }
 
-    /// As [`Peer::recycle`], with receives whose messages streams have seen already.
+    /// As [`Peer::recycle`], and waits for the completions of receives whose messages streams have seen.
     #[cold]
-    pub(crate) fn settle_all(&self) {
-        let ops: Vec<_> = self.in_flight[Direction::Recv as usize].lock().ops().cloned().collect();
-        ops.iter().for_each(|op| _ = self.settle(op, FOLLOWS));
+    pub(crate) fn settle(&self) {
         self.recycle();
+        let ops: Vec<_> = self.in_flight[Direction::Recv as usize].lock().ops().cloned().collect();
+        let deadline = Deadline::after(FOLLOWS);
+        for op in ops.iter().filter(|op| self.seen(op).is_some()) {
+            while matches!(op.outcome(), Ok(None)) && !deadline.is_over() {
+                yield_now();
+                self.recycle();
+            }
+        }
     }
 
     /// Takes completions, releases buffers, and asks a silent rank whether it is alive if anything is under way.

@@ -3,8 +3,8 @@
 //! The receiver shares a table for each direction. It holds one line per receive, written before the credit of the receive is sent,
 //! and one slot per GPU allocation that receives are in, with its CUDA IPC handle. The sender opens each allocation once. It does so on
 //! a thread of its own, because CUDA may block while streams wait. When an allocation is freed, its slot is reused with the next
-//! generation. Beside them is a slot of *arrival words* in memory of the receiver's GPU, one per line: the sender's kernel writes the number
-//! of a receive there behind the payload, so a kernel of the receiver need not wait until the device has completed it.
+//! generation. Beside them is a slot of *arrival words* in memory of the receiver's GPU, one per line: the sender's kernel writes number and
+//! length there behind the payload, so a kernel of the receiver need not wait until the device has completed it.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -22,6 +22,8 @@ use crate::registration::Piece;
 
 /// Lines of a direction, which is the maximum of posted receives.
 pub(crate) const LINES: usize = 1024;
+/// Receives after which arrival words are cleared, a power of two.
+const OLD: u32 = 1 << 30;
 /// Allocations of a direction.
 const SLOTS: usize = 64;
 /// Offset of the number of allocations told so far, behind the lines.
@@ -163,11 +165,13 @@ impl Places {
 
     /// Writes the line of a posted receive, before its credit is sent.
     pub(crate) fn tell(&self, number: u32, place: Place) {
+        self.renew(number);
         place.line(number).store(&self.own.table, place_of(number)).expect(WORDS);
     }
 
     /// Adds to a batch that the stream does, before it posts the receive.
     pub(crate) fn tell_in_batch(&self, batch: &mut Batch, number: u32, place: Place) -> gdsync::Result<()> {
+        self.renew(number);
         match place.generation {
             // Nothing follows the line that is there.
             0 => Ok(()),
@@ -175,10 +179,19 @@ impl Places {
         }
     }
 
-    /// The word that a kernel of the other rank writes behind the message of a receive, and its value then.
-    pub(crate) fn arrival(&self, number: u32) -> Option<(Word64, u64)> {
-        let arrivals = self.own.arrivals.as_ref()?;
-        Some((arrivals.word64(arrival_of(number)).ok()?, arrived(number)))
+    /// The word that a kernel of the other rank writes behind the message of a receive: its number and its length.
+    pub(crate) fn arrival(&self, number: u32) -> Option<Word64> {
+        self.own.arrivals.as_ref()?.word64(arrival_of(number)).ok()
+    }
+
+    /// Clears the arrival word of a receive now and then, so that numbers which come again mean nothing. If that of a message is lost, its
+    /// stream waits for the completion.
+    fn renew(&self, number: u32) {
+        if ((number & (OLD - 1)) as usize) < LINES
+            && let Some(word) = self.arrival(number)
+        {
+            word.store(0);
+        }
     }
 
     /// Clears all lines.
@@ -217,7 +230,7 @@ impl Places {
         let told = arrivals.get().map(|to| PeerSignal {
             to: to.clone(),
             offset: arrival_of(number),
-            value: arrived(number),
+            value: u64::from(number) << 32 | payload.len() as u64,
             add: false,
         });
         Some(Placement { payload: payload.clone(), line, number, is_posted, open: open.clone(), told })
@@ -368,11 +381,6 @@ fn is_on(memory: &Memory, gpu: &Gpu) -> bool {
 /// The offset of the arrival word of a receive.
 fn arrival_of(number: u32) -> usize {
     number as usize % LINES * 8
-}
-
-/// The value of the word once the message is there: not 0, whatever its number.
-fn arrived(number: u32) -> u64 {
-    1 << 32 | u64::from(number)
 }
 
 /// The offset of the line of a receive.

@@ -20,9 +20,6 @@ use crate::wait::Deadline;
 /// The domain of the ranges that profilers show.
 pub(crate) static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");
 
-/// How long a call that does not block may wait for the completion of a message that a stream has seen: it follows in microseconds.
-const SOON: Duration = Duration::from_millis(1);
-
 /// A message under way. Dropping it detaches: the message goes on, and its resources are released when it is complete.
 #[derive(Clone)]
 #[must_use = "the message may be under way: wait for it before its memory is used again, or drop it with `_ =`"]
@@ -74,8 +71,8 @@ pub struct Status {
 pub(crate) enum Awaited<'a> {
     /// The message is complete.
     Nothing,
-    /// Or, of a receive, a word that has this value.
-    Completion(&'a Completion, Option<(Word64, u64)>),
+    /// Or, of a receive, a word whose upper half has this value.
+    Completion(&'a Completion, Option<(Word64, u32)>),
     /// Another stream.
     Stream(&'a Ticket),
     /// A word that reaches a value.
@@ -176,7 +173,7 @@ impl Request {
                     peer.take();
                 }
                 match op.outcome()? {
-                    None => Ok(peer.settle(op, SOON)),
+                    None => Ok(peer.seen(op)),
                     known => Ok(known),
                 }
             }

@@ -259,9 +259,10 @@ impl Transport {
         self.places.as_ref().filter(|_| self.fork_guard.is_here())
     }
 
-    /// The word that a kernel of the rank writes behind the message of the receive at this index, and its value then.
-    pub(crate) fn arrival(&self, index: u64) -> Option<(Word64, u64)> {
-        self.places.as_ref()?.arrival(number_of(index))
+    /// The word that a kernel of the rank writes behind the message of the receive at this index, and its upper half then.
+    pub(crate) fn arrival(&self, index: u64) -> Option<(Word64, u32)> {
+        let number = number_of(index);
+        Some((self.places()?.arrival(number)?, number))
     }
 
     /// Where a receive of these pieces is, for streams of the rank.

@@ -401,11 +401,12 @@ impl Progress {
     }
 }
 
-/// Waits until one of these waits is over; the first one names what has not come.
+/// Waits until the first wait is over, which names what has not come, or the word of the second has the upper half of its value.
 fn await_any(head: &Head, waits: &[Op], failed: &mut bool, errors: &mut u32) {
     let start = Instant::now();
     loop {
-        if waits.iter().any(|op| is_over(op, errors)) || *failed {
+        let has_come = |op: &Op| (word64(op.addr).load(Ordering::SeqCst) ^ op.value) >> 32 == 0;
+        if is_over(&waits[0], errors) || waits.get(1).is_some_and(has_come) || *failed {
             return;
         }
         if start.elapsed() > Duration::from_nanos(head.limit_ns) {

@@ -118,7 +118,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
         // Copies between GPUs are refused at submission, and the device moves what is not placed.
         Op::Barrier
         | Op::Flush
-        | Op::OrValue { .. }
+        | Op::OrArrival { .. }
         | Op::UnlessPlaced
         | Op::Tell { .. }
         | Op::Peer(_)

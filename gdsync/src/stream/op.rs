@@ -112,12 +112,12 @@ pub(crate) enum Op {
     },
     /// Holds the stream until completion `n` of a queue has arrived, then moves the consumer index past it.
     Await(Arc<dyn Source>, u64),
-    /// The [`Op::Await`] before it is over, too, when a word has this value, where kernels wait.
-    OrValue {
+    /// The [`Op::Await`] before it is over, too, when the upper half of a word has this value, where kernels wait.
+    OrArrival {
         /// The word.
         at: Word64,
-        /// Its value.
-        value: u64,
+        /// Its upper half.
+        number: u32,
     },
     /// Tells a peer of a receive that the stream posts: writes the first word of its line, unless the stream has failed.
     Tell {
@@ -153,7 +153,7 @@ impl Op {
             }
             Self::Write64 { at, .. }
             | Self::Wait64 { at, .. }
-            | Self::OrValue { at, .. }
+            | Self::OrArrival { at, .. }
             | Self::Tell { line: at, .. } => at.memory().is_known_to_gpus(),
             Self::Peer(copy) => copy.is_found(),
             Self::Message(message) => message.is_found(),
@@ -261,7 +261,7 @@ impl Op {
                 Op::PostRecv { source: source.clone(), record: record.clone(), value: *value }
             }
             Op::Await(source, n) => Op::Await(source.clone(), *n),
-            Op::OrValue { at, value } => Op::OrValue { at: at.clone(), value: *value },
+            Op::OrArrival { at, number } => Op::OrArrival { at: at.clone(), number: *number },
             Op::Peer(copy) => Op::Peer(copy.clone()),
             Op::Message(message) => Op::Message(message.clone()),
             Op::Place(placing) => Op::Place(placing.clone()),
@@ -291,7 +291,7 @@ impl fmt::Debug for Op {
             Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),
             Op::PostRecv { source, value, .. } => write!(f, "POSTRECV {source:?} <- {value:#x}"),
             Op::Await(source, n) => write!(f, "AWAIT {source:?} {n}"),
-            Op::OrValue { at, value } => write!(f, "OR [{:#x}] Eq {value:#x}", at.addr()),
+            Op::OrArrival { at, number } => write!(f, "OR [{:#x}] has {number}", at.addr()),
             Op::HostFn(_) => f.write_str("HOSTFN"),
         }
     }

@@ -162,7 +162,7 @@ pub struct Placement {
     pub is_posted: bool,
     /// The memory of the receiver that is open here.
     pub open: Arc<OpenMemory>,
-    /// Tells the receiver, behind the payload: see [`Batch::wait_or_value64`].
+    /// Tells the receiver, behind the payload: see [`Batch::wait_or_arrival`].
     pub told: Option<PeerSignal>,
 }
 
@@ -270,14 +270,14 @@ impl Batch {
         }
     }
 
-    /// As [`Batch::wait`], for a receive. Kernels also go on when `word`, in memory of their GPU, has this value: a peer writes it behind a
-    /// payload that it has [put](Batch::post_placed) into the receive, whose completion follows. Only if no earlier completion is waited
-    /// for with it; then it says nothing of earlier ones.
+    /// As [`Batch::wait`], for a receive. Kernels also go on when the upper half of `word`, in memory of their GPU, is `number`: a peer writes
+    /// it behind a payload that it has [put](Batch::post_placed) into the receive, whose completion follows. Only if no earlier completion
+    /// is waited for with it; then it says nothing of earlier ones.
     ///
     /// # Errors
     /// As [`Batch::wait`].
-    pub fn wait_or_value64(&mut self, completion: &Completion, word: &Word64, value: u64) -> Result<()> {
-        self.wait_with(completion, Op::OrValue { at: word.clone(), value })
+    pub fn wait_or_arrival(&mut self, completion: &Completion, word: &Word64, number: u32) -> Result<()> {
+        self.wait_with(completion, Op::OrArrival { at: word.clone(), number })
     }
 
     /// Waits, with what ends the wait before its completion if that is the only one.

@@ -277,9 +277,10 @@ impl PreparedWait {
         self.claim.end.cq.ensure_attended(self.claim.n, nudger);
     }
 
-    /// Whether it claims one completion.
+    /// Whether it waits for one completion: all before it have arrived, or were claimed before.
     pub(super) fn is_for_one(&self) -> bool {
-        self.first == self.claim.n
+        let Completion { end, n, .. } = &self.claim;
+        self.first == *n || end.cq.have_arrived(*n)
     }
 
     /// Adds its operation to `ops`. From now on the operation prevents a reset.

@@ -34,7 +34,7 @@ impl Completion {
     }
 
     /// Whether a stream has passed a wait for it, or for a later one: then it arrives soon, if it has not. See
-    /// [`Batch::wait_or_value64`](crate::stream::Batch::wait_or_value64).
+    /// [`Batch::wait_or_arrival`](crate::stream::Batch::wait_or_arrival).
     pub fn is_passed(&self) -> bool {
         self.end.cq.is_passed_to(self.n + 1)
     }

@@ -582,7 +582,7 @@ impl CqInner {
             self.reap_locked(state);
             self.free(state);
         }
-        // Its completions may still be to come: see `Batch::wait_or_value64`.
+        // Its completions may still be to come: see `Batch::wait_or_arrival`.
         if !state.is_free_for(stream.id) && !self.has_passed_all(state) {
             let owner = stream_name::describe(state.stream);
             return Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner });
@@ -593,6 +593,12 @@ impl CqInner {
             self.parts.event.publish_wait(n + 1);
         }
         Ok(())
+    }
+
+    /// Whether all completions before `n` have arrived.
+    pub(crate) fn have_arrived(&self, n: u64) -> bool {
+        self.reap();
+        self.state.lock().reaped >= n
     }
 
     /// Whether a stream has passed the completions of all requests before `n` of the only queue that completes here; some may still be to

@@ -53,7 +53,7 @@ fn only_right_lines_are_followed() {
         // Found by the kernel, and by the CPU before.
         let cases =
             lines_and_answers.iter().flat_map(|case| [false, true].map(|is_posted| (*case, is_posted)));
-        for (n, ((line, len, is_right), is_posted)) in (1..).zip(cases) {
+        for (n, ((line, len, is_right), is_posted)) in (1_u32..).zip(cases) {
             // No kernel is launched for a short one beside memory operations.
             let is_right = is_right && (place.via == Via::Kernel || len >= 4096);
             let (bytes, before) = (pattern(len, len), b.context.stats().placed);
@@ -68,11 +68,11 @@ fn only_right_lines_are_followed() {
                 number: LINE.number,
                 is_posted,
                 open: open.clone(),
-                told: Some(PeerSignal { value: n, ..told.clone() }),
+                told: Some(PeerSignal { value: u64::from(n) << 32 | 7, ..told.clone() }),
             };
             let mut batch = Batch::new();
             let sent = batch.post_placed(send, placement);
-            batch.wait_or_value64(&received, &word, n).unwrap();
+            batch.wait_or_arrival(&received, &word, n).unwrap();
             batch.wait_unless_placed(&sent).unwrap();
             s.submit(&mut batch).unwrap();
             s.synchronize(PATIENCE).unwrap();
@@ -83,7 +83,7 @@ fn only_right_lines_are_followed() {
             sent.wait(PATIENCE).unwrap().ok().unwrap();
             let is_placed = b.context.stats().placed > before;
             assert_eq!(is_placed, is_right, "{line:?}, {len}, {place:?}");
-            assert_eq!(word.load() == n, is_right, "{line:?}, {len}, {place:?}");
+            assert_eq!(word.load() >> 32 == u64::from(n), is_right, "{line:?}, {len}, {place:?}");
         }
     }
 }
@@ -136,14 +136,14 @@ fn streams_do_not_wait_for_the_device() {
             let lose = |drop| a.context.inject(FaultPlan { drop, ..FaultPlan::default() }).unwrap();
             lose(if is_right { 1.0 } else { 0.0 });
             let send = a.qp.prepare_send(&[SendWr::send(&[from.sge(0, 8).unwrap()])]).unwrap();
-            let told = Some(PeerSignal { to: peer.clone(), offset: 56, value, add: false });
+            let told = Some(PeerSignal { to: peer.clone(), offset: 56, value: value << 32 | 8, add: false });
             let (payload, line, open) = (from.memory().slice(0, 8).unwrap(), line.clone(), open.clone());
             let mut batch = Batch::new();
             let sent =
                 batch.post_placed(send, Placement { payload, line, number: n, is_posted: false, open, told });
             batch.wait_unless_placed(&sent).unwrap();
             sender.submit(&mut batch).unwrap();
-            batch.wait_or_value64(&received, &word, value).unwrap();
+            batch.wait_or_arrival(&received, &word, n).unwrap();
             receiver.submit(&mut batch).unwrap();
             [&sender, &receiver].iter().for_each(|s| s.synchronize(PATIENCE).unwrap());
             assert_eq!(to.memory().word64(0).unwrap().load(), 10 + value, "{n}, {place:?}");
@@ -170,17 +170,17 @@ fn waits_are_over_by_the_word_before_the_completion() {
         let streams = [(); 2].map(|()| place.stream(PATIENCE));
         let receive = || b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 64).unwrap()])]).unwrap();
         let send = || a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 64).unwrap()])]).unwrap();
-        let wait = |s: &Stream, completion: &Completion, value| {
+        let wait = |s: &Stream, completion: &Completion, number| {
             let mut batch = Batch::new();
-            batch.wait_or_value64(completion, &word, value).unwrap();
+            batch.wait_or_arrival(completion, &word, number).unwrap();
             s.submit(&mut batch).unwrap();
         };
-        for n in 1..20 {
+        for n in 1..20_u32 {
             let [s, other] = [0, n / 2 % 2].map(|at| &streams[usize::try_from(at).unwrap()]);
             let received = receive();
             wait(s, &received, n);
             assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{n}, {place:?}");
-            word.store(n);
+            word.store(u64::from(n) << 32 | 5);
             s.synchronize(PATIENCE).unwrap();
             assert!(received.status().unwrap().is_none());
             // The next one is waited for meanwhile, also by another stream, and neither takes the completion of the other.
@@ -196,7 +196,7 @@ fn waits_are_over_by_the_word_before_the_completion() {
         }
         // The word tells of one receive only.
         let ([first, second], s) = ([receive(), receive()], &streams[0]);
-        wait(s, &second, word.load());
+        wait(s, &second, 19);
         assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{place:?}");
         [send(), send()].iter().for_each(|sent| _ = sent.wait(PATIENCE).unwrap().ok().unwrap());
         s.synchronize(PATIENCE).unwrap();

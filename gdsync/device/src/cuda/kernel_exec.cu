@@ -21,8 +21,8 @@ template <int N> struct Parameter {
 // What became of a wait for either of two words.
 enum Met : u32 { NEITHER, MET, MET_ERROR };
 
-// Waits for a completion, or until the word of `placed`, in memory of this GPU, has its value: a kernel of the peer writes it behind the
-// message, and the completion follows. What it has seen comes before what is done behind it.
+// Waits for a completion, or until the word of `placed`, in memory of this GPU, has the upper half of its value: a kernel of the peer writes
+// it behind the message, and the completion follows. What it has seen comes before what is done behind it.
 static __device__ __noinline__ Met await_either(const Op completion, const Op placed, u64 limit_ns, u32 failed)
 {
     const detail::Test<u32> test(completion.cond, (u32)completion.value);
@@ -33,7 +33,7 @@ static __device__ __noinline__ Met await_either(const Op completion, const Op pl
         const u32 word = detail::load_32(completion.addr);
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-            if (detail::load_64(placed.addr) == placed.value) {
+            if ((detail::load_64(placed.addr) ^ placed.value) >> 32 == 0) {
                 detail::acquire_64(placed.addr);
                 return MET;
             }

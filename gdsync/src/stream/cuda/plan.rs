@@ -340,14 +340,15 @@ impl Calls {
             match op {
                 Op::Trigger(..) | Op::Peer(_) | Op::Place(_) | Op::Tell { .. } if steps.is_empty() => {}
                 // With the wait before it.
-                Op::OrValue { .. } | Op::UnlessPlaced => continue,
+                Op::OrArrival { .. } | Op::UnlessPlaced => continue,
                 Op::Await(..) => {
                     self.pass(&mut indices);
                     let [wait, index] = [steps[0], steps[1]];
                     let flushes = gpu.capabilities().flush == Flush::OnStream;
                     match ops.get(place + 1).filter(|_| self.by_kernel.ops && !flushes) {
-                        Some(Op::OrValue { at, value }) if is_of(gpu, at.memory()) => {
-                            let other = KernelOp::wait64(at.memory().place(gpu)?, *value, Cond::Eq);
+                        Some(Op::OrArrival { at, number }) if is_of(gpu, at.memory()) => {
+                            let value = u64::from(*number) << 32;
+                            let other = KernelOp::wait64(at.memory().place(gpu)?, value, Cond::Eq);
                             self.put(&wait.or(other));
                         }
                         Some(Op::UnlessPlaced) if is_placed && self.kinds.has(Kinds::COPY) => {
@@ -469,7 +470,7 @@ pub(super) fn add_steps(gpu: &Gpu, op: &Op, by_kernel: ByKernel, steps: &mut Pro
             steps.push(KernelOp::signal64(line.memory().gpu_addr(gpu)?, told, false));
         }
         Op::Place(ref placing) if by_kernel.copies => placing.add_steps(gpu, by_kernel.ops, steps)?,
-        Op::OrValue { .. }
+        Op::OrArrival { .. }
         | Op::UnlessPlaced
         | Op::Tell { .. }
         | Op::Place(_)
@@ -774,7 +775,7 @@ mod tests {
             qp.connect(qp.address()).unwrap();
             let received = qp.post_recv(&[crate::verbs::RecvWr::new(&[])]).unwrap();
             let word = gpu.alloc(8).unwrap().word64(0).unwrap();
-            let wait = |batch: &mut Batch| batch.wait_or_value64(&received, &word, 1).unwrap();
+            let wait = |batch: &mut Batch| batch.wait_or_arrival(&received, &word, 1).unwrap();
             // The wait, the word or the flush, and the consumer index.
             assert_eq!(calls_of(&gpu, by_kernel, &wait), [(ops, 1, by_kernel.ops && flushes == 0)]);
         }
