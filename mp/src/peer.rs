@@ -462,6 +462,8 @@ impl Peer {
                 self.recycle();
             }
         }
+        // The last one has ended, perhaps with the connection.
+        self.recycle();
     }
 
     /// Takes completions, releases buffers, and asks a silent rank whether it is alive if anything is under way.
