@@ -14,8 +14,9 @@
 //! long as none of those is pending: so the word never goes back. Whether the peer is alive, and whether streams send to it, goes
 //! through another queue pair, which only the CPU uses.
 //!
-//! Ranks of a host whose GPUs share tables ([`Places`](crate::places::Places)) have the word in these: announcing is a store, so it is done
-//! at once. A stream stores it right before it posts the receive, as whoever posts the next one looks at that.
+//! Ranks of a host whose GPUs share tables ([`Places`](crate::places::Places)) have the word in these: announcing is a store, done at once. A
+//! stream stores it right before it posts the receive, as whoever posts the next one looks at that. That a connection has ended such a
+//! rank learns by its next question.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -317,6 +317,7 @@ impl KernelOp {
 
     /// Leaves this wait out behind a copy of the same program.
     #[inline]
+    #[must_use]
     pub const fn unless_copied(self) -> Self {
         Self { flags: self.flags | flag::PEER | flag::FOUND, ..self }
     }
