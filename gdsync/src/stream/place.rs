@@ -286,7 +286,7 @@ impl Batch {
         self.wait(completion)?;
         if self.waits.get(claimed).is_some_and(PreparedWait::is_for_one) {
             self.ops.push(earlier);
-            _ = self.only_once.get_or_insert(("a wait that may end before its completion", "Batch::wait"));
+            _ = self.only_once.get_or_insert(("a wait that may end before its completion", "a wait for the completion alone"));
         }
         Ok(())
     }
