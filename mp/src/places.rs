@@ -190,7 +190,7 @@ impl Places {
         if ((number & (OLD - 1)) as usize) < LINES
             && let Some(word) = self.arrival(number)
         {
-            word.store(0);
+            word.store(outdated(number));
         }
     }
 
@@ -223,8 +223,13 @@ impl Places {
         }
     }
 
-    /// The copy of a payload into receive `number`, which may be posted already.
-    pub(crate) fn placement(&self, number: u32, payload: &Memory, is_posted: bool) -> Option<Placement> {
+    /// The copy of a payload into receive `number`, counted without so many cancelled sends; it may be posted already.
+    pub(crate) fn placement(
+        &self,
+        (number, gaps): (u32, u64),
+        payload: &Memory,
+        is_posted: bool,
+    ) -> Option<Placement> {
         let Theirs { table, open, arrivals, .. } = &*self.theirs;
         let line = table.slice(place_of(number), ReceiveLine::BYTES).ok()?;
         let told = arrivals.get().map(|to| PeerSignal {
@@ -233,7 +238,7 @@ impl Places {
             value: u64::from(number) << 32 | payload.len() as u64,
             add: false,
         });
-        Some(Placement { payload: payload.clone(), line, number, is_posted, open: open.clone(), told })
+        Some(Placement { payload: payload.clone(), line, number, is_posted, open: open.clone(), gaps, told })
     }
 
     /// Opens allocations that the other rank has told since the last call.
@@ -383,6 +388,11 @@ fn arrival_of(number: u32) -> usize {
     number as usize % LINES * 8
 }
 
+/// An arrival word that is not of this receive, nor of another one in its slot.
+fn outdated(number: u32) -> u64 {
+    u64::from(number.wrapping_add(1)) << 32
+}
+
 /// The offset of the line of a receive.
 fn place_of(number: u32) -> usize {
     number as usize % LINES * ReceiveLine::BYTES
@@ -393,5 +403,18 @@ fn refused(what: &'static str, why: &str) -> gdsync::Error {
         what,
         value: format!("one without peer copies: {why}"),
         expected: "one with peer copies (NearPath::PeerCopies); MP_NEAR=auto uses the queue pair instead",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrival_words_that_are_cleared_are_of_no_receive() {
+        for number in [0, 1, OLD, u32::MAX] {
+            let of = u32::try_from(outdated(number) >> 32).unwrap();
+            assert_ne!(arrival_of(of), arrival_of(number));
+        }
     }
 }

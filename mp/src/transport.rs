@@ -339,13 +339,16 @@ impl Transport {
         send: PreparedSend,
         payload: Option<&Memory>,
     ) -> Completion {
-        let (number, credit) = self.credits.next(send.completion().index(), self.qp.send.send_gaps());
+        let gaps = self.qp.send.send_gaps();
+        let (number, credit) = self.credits.next(send.completion().index(), gaps);
         mark_only_once(batch);
         if let Some(word) = credit {
             batch.wait_credit(&self.qp.send, word, number);
         }
         let placement = self.places.as_ref().zip(payload);
-        match placement.and_then(|(places, payload)| places.placement(number, payload, credit.is_none())) {
+        match placement
+            .and_then(|(places, payload)| places.placement((number, gaps), payload, credit.is_none()))
+        {
             Some(placement) => batch.post_placed(send, placement),
             None => batch.post(send),
         }

@@ -162,6 +162,9 @@ pub struct Placement {
     pub is_posted: bool,
     /// The memory of the receiver that is open here.
     pub open: Arc<OpenMemory>,
+    /// [`Qp::send_gaps`](crate::verbs::Qp::send_gaps), as the number was made with. If a batch before this one is dropped, so that there are
+    /// more, the device moves the payload.
+    pub gaps: u64,
     /// Tells the receiver, behind the payload: see [`Batch::wait_or_arrival`].
     pub told: Option<PeerSignal>,
 }
@@ -173,8 +176,6 @@ pub(crate) struct Placing {
     receive: Option<(PeerMemory, usize)>,
     mark: Memory,
     sent: Completion,
-    /// Cancelled sends of the queue before it. If more are, it is an earlier message than was said.
-    gaps: u64,
 }
 
 impl fmt::Debug for Placing {
@@ -194,9 +195,9 @@ impl Placing {
     /// Adds what the kernels of `gpu` do, which run all `ops` or only copies: nothing on another GPU than the memory is open for, and for
     /// another message.
     pub(super) fn add_steps(&self, gpu: &Gpu, ops: bool, steps: &mut Program) -> Result<()> {
-        let Placement { payload, line, number, open, told, .. } = &self.placement;
+        let Placement { payload, line, number, open, gaps, told, .. } = &self.placement;
         let is_other =
-            gpu.raw_context() != open.gpu.raw_context() || self.gaps != self.sent.end.tracker.lock().gaps;
+            gpu.raw_context() != open.gpu.raw_context() || *gaps != self.sent.end.tracker.lock().gaps;
         if is_other || !ops && payload.len() < LEAST {
             return Ok(());
         }
@@ -229,8 +230,7 @@ impl Batch {
             let receive = placement.is_posted.then(line).flatten();
             let receive = receive.and_then(|line| placement.open.find(&line, placement.payload.len()));
             let sent = send.completion();
-            let gaps = sent.end.tracker.lock().gaps;
-            self.ops.push(Op::Place(Arc::new(Placing { placement, receive, mark, sent, gaps })));
+            self.ops.push(Op::Place(Arc::new(Placing { placement, receive, mark, sent })));
             // The number and the mark are of one message.
             _ = self.only_once.get_or_insert((
                 "a send into a receive that a peer has told of",
@@ -286,7 +286,10 @@ impl Batch {
         self.wait(completion)?;
         if self.waits.get(claimed).is_some_and(PreparedWait::is_for_one) {
             self.ops.push(earlier);
-            _ = self.only_once.get_or_insert(("a wait that may end before its completion", "a wait for the completion alone"));
+            _ = self.only_once.get_or_insert((
+                "a wait that may end before its completion",
+                "a wait for the completion alone",
+            ));
         }
         Ok(())
     }

@@ -601,6 +601,12 @@ impl CqInner {
         self.state.lock().reaped >= n
     }
 
+    /// Whether all completions before `n` have arrived, or are waited for: a wait that was dropped may have left some.
+    pub(crate) fn is_next(&self, n: u64) -> bool {
+        let state = self.state.lock();
+        (state.reaped.max(state.freed)..n).all(|m| !matches!(state.slots[self.index(m)], Slot::Open))
+    }
+
     /// Whether a stream has passed the completions of all requests before `n` of the only queue that completes here; some may still be to
     /// come. Takes no lock.
     pub(crate) fn is_passed_to(&self, n: u64) -> bool {

@@ -198,6 +198,10 @@ impl Source for Parts {
         self.cq.arrival(n)
     }
 
+    fn is_next(&self, n: u64) -> bool {
+        self.cq.is_next(n)
+    }
+
     fn check_visible(&self, gpu: &Gpu) -> Result<()> {
         let is_written_by_card = self.qp.provider.reads_by_itself() && self.brings_payload();
         if is_written_by_card { self.qp.pd.writable_gpus().check(gpu) } else { Ok(()) }

@@ -143,6 +143,12 @@ pub(crate) trait Source: Send + Sync + fmt::Debug {
     /// The CQE of completion `n`.
     fn arrival(&self, n: u64) -> Arrival<'_>;
 
+    /// Whether all completions before `n` have arrived, or are waited for.
+    fn is_next(&self, n: u64) -> bool {
+        let _ = n;
+        true
+    }
+
     /// Refuses a wait on a stream of `gpu` that may not see the payload of the completion.
     ///
     /// # Errors

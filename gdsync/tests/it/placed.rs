@@ -68,6 +68,7 @@ fn only_right_lines_are_followed() {
                 number: LINE.number,
                 is_posted,
                 open: open.clone(),
+                gaps: 0,
                 told: Some(PeerSignal { value: u64::from(n) << 32 | 7, ..told.clone() }),
             };
             let mut batch = Batch::new();
@@ -103,7 +104,7 @@ fn streams_of_the_host_place_nothing() {
     let (payload, line) = (from.memory().clone(), lines.slice(0, 16).unwrap());
     let mut batch = Batch::new();
     let (number, is_posted, told) = (LINE.number, true, None);
-    _ = batch.post_placed(send, Placement { payload, line, number, is_posted, open, told });
+    _ = batch.post_placed(send, Placement { payload, line, number, is_posted, open, gaps: 0, told });
     batch.wait(&received).unwrap();
     s.submit(&mut batch).unwrap();
     s.synchronize(PATIENCE).unwrap();
@@ -139,8 +140,10 @@ fn streams_do_not_wait_for_the_device() {
             let told = Some(PeerSignal { to: peer.clone(), offset: 56, value: value << 32 | 8, add: false });
             let (payload, line, open) = (from.memory().slice(0, 8).unwrap(), line.clone(), open.clone());
             let mut batch = Batch::new();
-            let sent =
-                batch.post_placed(send, Placement { payload, line, number: n, is_posted: false, open, told });
+            let sent = batch.post_placed(
+                send,
+                Placement { payload, line, number: n, is_posted: false, open, gaps: 0, told },
+            );
             batch.wait_unless_placed(&sent).unwrap();
             sender.submit(&mut batch).unwrap();
             batch.wait_or_arrival(&received, &word, n).unwrap();
@@ -194,12 +197,21 @@ fn waits_are_over_by_the_word_before_the_completion() {
             other.synchronize(PATIENCE).unwrap();
             next.wait(PATIENCE).unwrap().ok().unwrap();
         }
-        // The word tells of one receive only.
-        let ([first, second], s) = ([receive(), receive()], &streams[0]);
-        wait(s, &second, 19);
-        assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{place:?}");
-        [send(), send()].iter().for_each(|sent| _ = sent.wait(PATIENCE).unwrap().ok().unwrap());
-        s.synchronize(PATIENCE).unwrap();
-        [first, second].iter().for_each(|received| _ = received.wait(PATIENCE).unwrap().ok().unwrap());
+        // The word tells of one receive only, also where the wait for the one before was dropped.
+        let s = &streams[0];
+        for drops in [false, true] {
+            let [first, second] = [receive(), receive()];
+            let [mut dropped, mut batch] = [(); 2].map(|()| Batch::new());
+            if drops {
+                dropped.wait(&first).unwrap();
+            }
+            batch.wait_or_arrival(&second, &word, 19).unwrap();
+            drop(dropped);
+            s.submit(&mut batch).unwrap();
+            assert!(matches!(s.synchronize(SHORT), Err(Error::Deadline { .. })), "{drops}, {place:?}");
+            [send(), send()].iter().for_each(|sent| _ = sent.wait(PATIENCE).unwrap().ok().unwrap());
+            s.synchronize(PATIENCE).unwrap();
+            [first, second].iter().for_each(|received| _ = received.wait(PATIENCE).unwrap().ok().unwrap());
+        }
     }
 }

@@ -80,7 +80,8 @@ fn messages(comm: &Communicator, via: Via, copies: Via) {
         assert!(n > 0 || rest == [0], "nothing is written behind the message");
     }
     if is_placed && comm.rank() == 1 {
-        assert_eq!(placed(comm) - before, fitting, "all of fitting lengths");
+        // The device may be behind the streams.
+        until("all of fitting lengths to be placed", || placed(comm) - before == fitting);
         let path = |len| comm.path_of(&outbox, 0..len, peer).unwrap();
         says(&path(LEAST), &["by CUDA streams with peer copies"]);
         says(&path(0), &["by CUDA streams no other way: the message is empty"]);

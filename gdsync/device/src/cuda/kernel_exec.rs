@@ -278,6 +278,12 @@ impl KernelOp {
         Self::of(kind::INDEX, addr, value as u64)
     }
 
+    /// This index, behind all that is written before it.
+    #[must_use]
+    pub const fn fenced(self) -> Self {
+        Self { kind: kind::WRITE_32, ..self }
+    }
+
     /// Writes the number of the submission; after a failure of the stream, to the next word instead.
     #[inline]
     pub const fn mark(addr: u64, value: u64) -> Self {

@@ -341,11 +341,15 @@ impl Calls {
                 Op::Trigger(..) | Op::Peer(_) | Op::Place(_) | Op::Tell { .. } if steps.is_empty() => {}
                 // With the wait before it.
                 Op::OrArrival { .. } | Op::UnlessPlaced => continue,
-                Op::Await(..) => {
+                Op::Await(source, n) => {
                     self.pass(&mut indices);
-                    let [wait, index] = [steps[0], steps[1]];
+                    let [wait, mut index] = [steps[0], steps[1]];
                     let flushes = gpu.capabilities().flush == Flush::OnStream;
-                    match ops.get(place + 1).filter(|_| self.by_kernel.ops && !flushes) {
+                    let may_end_early = |op: &&Op| {
+                        let is_asked = matches!(op, Op::OrArrival { .. } | Op::UnlessPlaced);
+                        is_asked && self.by_kernel.ops && !flushes && source.is_next(*n)
+                    };
+                    match ops.get(place + 1).filter(may_end_early) {
                         Some(Op::OrArrival { at, number }) if is_of(gpu, at.memory()) => {
                             let value = u64::from(*number) << 32;
                             let other = KernelOp::wait64(at.memory().place(gpu)?, value, Cond::Eq);
@@ -353,6 +357,8 @@ impl Calls {
                         }
                         Some(Op::UnlessPlaced) if is_placed && self.kinds.has(Kinds::COPY) => {
                             self.put(&[wait.unless_copied()]);
+                            // Behind the doorbell, which the completion would have been behind.
+                            index = index.fenced();
                         }
                         _ => self.put(&[wait]),
                     }
