@@ -287,6 +287,23 @@ fn messages_wait_for_their_place() {
     }
 }
 
+/// Of two messages that wait for their places, the error names the one that has none.
+#[test]
+fn late_places_are_named() {
+    let Some([a, b]) = gpus() else { return };
+    let (ends, (from, _)) = (Slots::new(&a, &b, &[64, 64]), source(&a, 5));
+    let (sends, frees) =
+        (stream_on(&a, WAYS[0], Duration::from_millis(50)), stream_on(&b, WAYS[0], PATIENCE));
+    let mut batch = Batch::new();
+    _ = batch.free_in_inbox(&ends.free);
+    frees.submit(&mut batch).unwrap();
+    frees.synchronize(PATIENCE).unwrap();
+    (0..2).for_each(|_| _ = batch.send_to_inbox(&ends.to, &from, 0..8).unwrap());
+    sends.submit(&mut batch).unwrap();
+    let error = sends.synchronize(PATIENCE).unwrap_err().to_string();
+    assert!(error.contains("to reach 0x4"), "{error}");
+}
+
 /// Writes, and other messages, in one kernel with a message.
 #[test]
 fn messages_have_what_was_written_before_them() {
@@ -337,6 +354,30 @@ fn graphs_send_to_each_place() {
         assert!(ends.places.to_vec()[place.start..][..10_000] == bytes[..10_000], "{n}");
         ends.places.fill(0, ROOM, 0).unwrap();
         ends.places.flush().unwrap();
+    }
+}
+
+/// A graph takes from places of any length.
+#[test]
+fn graphs_take_from_each_place() {
+    let Some([a, b]) = gpus() else { return };
+    let ends = Slots::new(&a, &b, &[256, 4_096]);
+    let (from, bytes) = source(&a, 1);
+    let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
+    let captured = takes.capture(|s| {
+        let mut batch = Batch::new();
+        _ = batch.free_in_inbox(&ends.free);
+        _ = batch.take_from_inbox(&ends.inbox);
+        s.submit(&mut batch)
+    });
+    let graph = captured.unwrap();
+    for place in ends.ranges.iter().cycle().take(4) {
+        graph.launch(&takes).unwrap();
+        let mut batch = Batch::new();
+        _ = batch.send_to_inbox(&ends.to, &from, 0..place.len()).unwrap();
+        sends.submit(&mut batch).unwrap();
+        [sends.synchronize(PATIENCE), takes.synchronize(PATIENCE)].into_iter().for_each(Result::unwrap);
+        assert!(ends.places.to_vec()[place.clone()] == bytes[..place.len()]);
     }
 }
 

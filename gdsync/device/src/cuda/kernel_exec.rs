@@ -243,8 +243,8 @@ impl KernelOp {
     /// Whether a program may have it in place of an operation that it was made for: of the same kind, and a copy by as many blocks.
     #[inline]
     pub fn fits(&self, before: &Self) -> bool {
-        let grid = |op: &Self| Grid::of_copy(op.value);
-        self.kind == before.kind && (self.kind != kind::LENGTH || grid(self) == grid(before))
+        let blocks = |op: &Self| Grid::of_copy(op.value).blocks;
+        self.kind == before.kind && (self.kind != kind::LENGTH || blocks(self) == blocks(before))
     }
 
     /// Copies `len` bytes into a receive of a peer, writes `told` behind them, and then `mark` to the word at `at`, without a fence;

@@ -275,7 +275,10 @@ impl Shared {
         let GivenUp { submission, word } = self.status.given_up()?;
         let state = self.lock();
         let found = state.queue.iter().find(|known| known.seq == submission);
-        let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(wait, word)));
+        let waits = || found.into_iter().flat_map(waits_of).filter(|(_, wait)| self.is_at(wait, word));
+        // It may have come for others before.
+        let wait =
+            waits().find(|(_, wait)| !is_satisfied(wait, &mut Indices::new())).or_else(|| waits().next());
         Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| wait.describe()))
     }
 
