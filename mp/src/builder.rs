@@ -9,7 +9,6 @@ use std::time::Duration;
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::env::variable;
-use gdsync::memory::Memory;
 use gdsync::rdma::DeviceConfig;
 use gdsync::recorder::Traffic;
 use gdsync::verbs::{Access, Context, OnGpu, Qp, QpAddress, RemoteAddr};
@@ -22,6 +21,7 @@ use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, CommonCall, Exchange, Spawned, table_row, take};
+use crate::offer::zeroed;
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, NearPath};
 use crate::peer::Peer;
 use crate::places::{ARRIVAL_BYTES, Places};
@@ -395,8 +395,12 @@ fn connect(
         cards.extend(card.to_bytes());
     }
     let cards = exchange.allgather(&cards, timeout)?;
-    let arrivals = queues.gpu.as_ref().filter(|_| devices.places.iter().any(Option::is_some));
-    let arrivals = arrivals.and_then(|gpu| arrival_words(gpu, size));
+    // The arrival words of all ranks: now, as CUDA may wait for streams.
+    let gpu = queues.gpu.as_ref().filter(|_| devices.places.iter().any(Option::is_some));
+    let arrivals = gpu.and_then(|gpu| {
+        let made = zeroed(gpu, size * ARRIVAL_BYTES);
+        made.inspect_err(|error| tracing::info!(%error, "streams wait for completions of receives")).ok()
+    });
     let transports =
         pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
             let failed = |cause| Error::message(peer, "connect", cause);
@@ -428,16 +432,6 @@ fn connect(
             Ok(Transport::new(peer, via, messages, queues, credits, (fifo, places)))
         });
     Ok((transports.collect::<Result<_>>()?, table))
-}
-
-/// Memory of the GPU for the arrival words of all ranks: here, as CUDA may wait for streams. Without it streams wait for completions.
-fn arrival_words(gpu: &Gpu, ranks: usize) -> Option<Memory> {
-    let made = gpu.alloc(ranks * ARRIVAL_BYTES).and_then(|words| {
-        words.fill(0, words.len(), 0)?;
-        words.flush()?;
-        Ok(words)
-    });
-    made.inspect_err(|error| tracing::info!(%error, "streams wait for completions of receives")).ok()
 }
 
 /// The pause between two attempts: another rank has just died.

@@ -312,7 +312,7 @@ impl Replenish for Half {
 }
 
 /// Refuses launches of a graph that begin at another place than the first one: what the graph does with the places would be done
-/// with others. A [`Graph`](gdsync::stream::Graph) is not `Sync`: no other launch of it comes between the calls for one.
+/// with others. Launches of one graph by several threads at once are not told apart.
 #[derive(Debug)]
 struct SamePlace {
     half: Arc<Half>,

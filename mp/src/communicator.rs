@@ -246,9 +246,9 @@ impl Communicator {
     /// message, which is staged then, as later ones.
     ///
     /// [`BufferPath::peer_copies`] says whether CUDA streams of the [communicator's GPU](crate::CommunicatorBuilder::gpu) put the bytes
-    /// into receives of the rank themselves, in GPU memory (of `cudaMalloc`) that it has received into before (streams of memory operations
-    /// from 4 KiB on). The device then only completes these messages. So may do a rank of this host for messages of one piece into one piece; a failure of the connection
-    /// does not stop a copy that was submitted.
+    /// into receives of the rank themselves, in GPU memory (of `cudaMalloc`) that it has received into before; streams of memory operations
+    /// from 4 KiB on. The device then only completes these messages. So may do a rank of this host for messages of one piece into one
+    /// piece. A failure of the connection does not stop a copy that was submitted.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer.

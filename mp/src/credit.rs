@@ -81,6 +81,11 @@ pub(crate) fn low32(count: u64) -> u32 {
     count as u32
 }
 
+/// The number of the receive at this index of its queue, from 1 and modulo 2^32.
+pub(crate) fn number_of(index: u64) -> u32 {
+    low32(index).wrapping_add(1)
+}
+
 /// Set while credit updates are pending, to be sent by the watchdog or by the next wait.
 #[derive(Debug)]
 pub(crate) struct CreditFlag {
@@ -232,9 +237,7 @@ pub(crate) struct Credits {
     /// Whether ours send to it, and whether a failed collective ends the connection.
     wants: AtomicBool,
     aborts: AtomicBool,
-    /// Announcing is a store.
-    is_store: bool,
-    /// It is, or there is no watchdog to do it later.
+    /// Announcing is a store, or there is no watchdog to do it later.
     is_prompt: bool,
     numbers: Numbers,
     /// Receives posted for the peer. This and the next two are modulo 2^32.
@@ -260,6 +263,12 @@ pub(crate) enum CreditRoute {
     Own,
     /// By a store to shared memory, or a write to its table; whether it is alive is asked through another queue pair.
     Remote { qp: Qp, probe: Qp, word: RemoteAddr, shared: Option<Word32> },
+}
+
+impl CreditRoute {
+    fn is_store(&self) -> bool {
+        matches!(self, Self::Own | Self::Remote { shared: Some(_), .. })
+    }
 }
 
 /// The last announcement, and the last question whether the peer is alive.
@@ -307,8 +316,7 @@ impl Credits {
         let last =
             Mutex::new(Announcement { written: None, asked: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
-        let is_store = matches!(route, CreditRoute::Own | CreditRoute::Remote { shared: Some(_), .. });
-        let is_prompt = is_store || !flag.has_watchdog;
+        let is_prompt = route.is_store() || !flag.has_watchdog;
         let (wants, aborts, has_ended, fork_guard) = Default::default();
         Ok(Self {
             ready,
@@ -316,7 +324,6 @@ impl Credits {
             note,
             wants,
             aborts,
-            is_store,
             is_prompt,
             numbers: Numbers::new(depth),
             posted,
@@ -338,7 +345,7 @@ impl Credits {
 
     /// A receive was posted at this index of the queue: announces it, or sets the flag for it.
     pub(crate) fn grant(&self, index: u64) {
-        let posted = low32(index).wrapping_add(1);
+        let posted = number_of(index);
         // Before the flag is read: whoever clears it sees this.
         self.posted.store(posted, Ordering::SeqCst);
         let [mut announced, arrived] =
@@ -349,7 +356,7 @@ impl Credits {
             announced = low32(index);
             self.announced.store(announced, Ordering::Relaxed);
         }
-        if self.is_store || self.is_eager() && is_due(posted, announced, arrived) {
+        if self.route.is_store() || self.is_eager() && is_due(posted, announced, arrived) {
             self.announce(&mut self.last.lock());
         } else {
             self.flag.set();
@@ -358,7 +365,7 @@ impl Credits {
 
     /// The message of the receive at this index is here; so are those before it.
     pub(crate) fn arrived(&self, index: u64) {
-        let arrived = low32(index).wrapping_add(1);
+        let arrived = number_of(index);
         // Two threads may store in any order; the next message corrects it.
         self.arrived.store(arrived, Ordering::Relaxed);
     }
@@ -426,8 +433,10 @@ impl Credits {
     /// [`gdsync::Error::QueueFull`].
     pub(crate) fn check_room(&self) -> gdsync::Result<()> {
         match &self.route {
-            CreditRoute::Own | CreditRoute::Remote { shared: Some(_), .. } => Ok(()),
-            CreditRoute::Remote { qp, .. } => with_room(qp, || qp.wait_send_room(2, Duration::ZERO)),
+            CreditRoute::Remote { qp, shared: None, .. } => {
+                with_room(qp, || qp.wait_send_room(2, Duration::ZERO))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -436,7 +445,7 @@ impl Credits {
     /// # Errors
     /// Why it could not be written; [`gdsync::Error::Deadline`] where another stream does not leave the queue.
     pub(crate) fn announce_in_batch(&self, batch: &mut Batch, index: u64) -> gdsync::Result<()> {
-        let number = low32(index).wrapping_add(1);
+        let number = number_of(index);
         let deadline = Deadline::after(ROOM);
         let mut last = self.last.lock();
         // Those of the CPU must not wait for the stream.

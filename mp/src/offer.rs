@@ -119,6 +119,15 @@ fn export(
     })
 }
 
+/// Memory of a GPU that is 0, with words for the CPU.
+pub(crate) fn zeroed(gpu: &Gpu, len: usize) -> gdsync::Result<Memory> {
+    let memory = gpu.alloc(len)?;
+    memory.fill(0, memory.len(), 0)?;
+    memory.flush()?;
+    memory.word64(0)?;
+    Ok(memory)
+}
+
 /// Memory of a rank, open for the own GPU, or why it is not.
 pub(crate) type Reach = std::result::Result<PeerMemory, Cow<'static, str>>;
 

@@ -208,7 +208,7 @@ impl Places {
     pub(crate) fn payload(&self, pieces: &[Piece<'_>]) -> gdsync::Result<Option<Memory>> {
         let Some((buffer, range)) = single(pieces) else { return Ok(None) };
         let Theirs { open, any, opened, .. } = &*self.theirs;
-        if !is_on(buffer.memory(), open.gpu()) {
+        if !buffer.memory().is_on(open.gpu()) {
             return Ok(None);
         }
         self.look();
@@ -264,7 +264,7 @@ impl Places {
         let refused = || table.atomic64(REFUSED).expect(WORDS).load(Ordering::Relaxed) != 0;
         match () {
             () if len == 0 => Err("the message is empty".into()),
-            () if !is_on(payload, open.gpu()) => Err("the memory is not of the communicator's GPU".into()),
+            () if !payload.is_on(open.gpu()) => Err("the memory is not of the communicator's GPU".into()),
             () if let Some(why) = opened.try_lock().and_then(|opened| opened.1.clone()) => Err(why),
             () if any.load(Ordering::Acquire) => Ok(()),
             () if refused() => Err(NO_HANDLE.into()),
@@ -377,10 +377,6 @@ impl Theirs {
         let open = || PeerMemory::open(self.open.gpu(), &ExportedMemory::from_bytes(&bytes)?);
         (generation() == before).then(|| (new, open()))
     }
-}
-
-fn is_on(memory: &Memory, gpu: &Gpu) -> bool {
-    memory.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context())
 }
 
 /// The offset of the arrival word of a receive.

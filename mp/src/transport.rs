@@ -18,7 +18,7 @@ use gdsync::verbs::{
 use gdsync_device::fork_guard::ForkGuard;
 use parking_lot::Mutex;
 
-use crate::credit::{Credits, low32};
+use crate::credit::{Credits, low32, number_of};
 use crate::in_flight::Direction;
 use crate::places::{Place, Places};
 use crate::registration::{DomainId, Piece};
@@ -133,11 +133,6 @@ impl Companion for QpPair {
     fn has_unsubmitted(&self) -> bool {
         [&self.send, &self.recv].iter().any(|qp| !qp.is_broken() && qp.has_unsubmitted())
     }
-}
-
-/// The number of the receive at this index of its queue, from 1 and modulo 2^32.
-fn number_of(index: u64) -> u32 {
-    low32(index).wrapping_add(1)
 }
 
 /// Registrations that stay, by their key.

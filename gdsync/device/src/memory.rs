@@ -394,6 +394,12 @@ impl Memory {
         self.owner.bytes.gpu()
     }
 
+    /// Whether it is memory of this GPU, in the same context.
+    #[inline]
+    pub fn is_on(&self, gpu: &Gpu) -> bool {
+        self.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context())
+    }
+
     /// The address of the first byte on a GPU. The first call registers all of the host memory with CUDA; it stays registered.
     ///
     /// # Errors

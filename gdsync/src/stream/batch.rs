@@ -255,8 +255,8 @@ impl Batch {
         self.announce_recv(qp, wr, |_, _| Ok(()))
     }
 
-    /// As [`Batch::post_recv`], behind what `announce` adds for the receive at an index of the queue: who posts the next one to `qp`, after
-    /// the stream has posted this one, comes behind its announcement.
+    /// As [`Batch::post_recv`], behind what `announce` adds for the receive at an index of the queue. So a receive that is posted next, by a
+    /// stream or the CPU, is announced behind this one.
     ///
     /// # Errors
     /// Those of [`Batch::post_recv`] and of `announce`, which takes the receive back.

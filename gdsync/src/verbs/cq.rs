@@ -18,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use self::flushed::FlushCqe;
 use self::room::Room;
-use super::source::Arrival;
+use super::source::{Arrival, is_beyond};
 use super::sq::OfStream;
 use super::stream_name;
 use super::track::Tracker;
@@ -610,8 +610,7 @@ impl CqInner {
     /// Whether a stream has passed the completions of all requests before `n` of the only queue that completes here; some may still be to
     /// come. Takes no lock.
     pub(crate) fn is_passed_to(&self, n: u64) -> bool {
-        let [passed, end] = [self.consumed.load(), mlx5::cq_ci_record(n)].map(mlx5::record_to_u24);
-        self.room.is_own() && passed.wrapping_sub(end) & 0xff_ffff < 1 << 23
+        self.room.is_own() && is_beyond(self.consumed.load(), mlx5::cq_ci_record(n))
     }
 
     /// Whether the stream that last waited here has passed all its claims.
@@ -628,11 +627,11 @@ impl CqInner {
         self.reap();
         let mut state = self.state.lock();
         let held = state.unsubmitted.front().is_some_and(|&(first, _)| first <= n);
-        if n < state.reaped || (state.stream == stream && !held) {
-            return Ok(());
-        }
-        state.passed = self.passed(state.passed);
-        if n < state.passed && !held {
+        let is_passed = |state: &mut CqState| {
+            state.passed = self.passed(state.passed);
+            n < state.passed
+        };
+        if n < state.reaped || !held && (state.stream == stream || is_passed(&mut state)) {
             return Ok(());
         }
         let owner = if held {

@@ -71,6 +71,12 @@ pub(crate) struct Arrival<'a> {
     pub(crate) passed: u32,
 }
 
+/// Whether a consumer index, as the record has it, is `passed` or behind it.
+pub(crate) fn is_beyond(index: u32, passed: u32) -> bool {
+    let [index, passed] = [index, passed].map(mlx5_ring::record_to_u24);
+    index.wrapping_sub(passed) & 0xff_ffff < 1 << 23
+}
+
 impl Arrival<'_> {
     fn load(&self) -> u32 {
         let word = self.memory.atomic32(self.offset).expect("the word lies in the memory, aligned");

@@ -9,7 +9,9 @@ use std::time::Duration;
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
-use gdsync::stream::{Batch, Cond, CudaStreamConfig, FreePlaces, Inbox, PeerInbox, PeerSignal, Stream, Via};
+use gdsync::stream::{
+    Batch, Cond, CudaStreamConfig, FreePlaces, Graph, Inbox, PeerInbox, PeerSignal, Stream, Via,
+};
 use gdsync_testkit::driver::Control;
 
 use crate::child::own_process;
@@ -331,6 +333,16 @@ fn messages_have_what_was_written_before_them() {
     }
 }
 
+/// A graph of one batch.
+fn captured(stream: &Stream, add: impl Fn(&mut Batch) -> gdsync::Result<()>) -> Graph {
+    let captured = stream.capture(|stream| {
+        let mut batch = Batch::new();
+        add(&mut batch)?;
+        stream.submit(&mut batch)
+    });
+    captured.unwrap()
+}
+
 /// A graph sends to places of any length.
 #[test]
 fn graphs_send_to_each_place() {
@@ -338,12 +350,7 @@ fn graphs_send_to_each_place() {
     let ends = Slots::new(&a, &b, &[20_000, 300_000]);
     let (from, bytes) = source(&a, 1);
     let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
-    let captured = sends.capture(|s| {
-        let mut batch = Batch::new();
-        _ = batch.send_to_inbox(&ends.to, &from, 0..10_000)?;
-        s.submit(&mut batch)
-    });
-    let graph = captured.unwrap();
+    let graph = captured(&sends, |batch| batch.send_to_inbox(&ends.to, &from, 0..10_000).map(drop));
     for (n, place) in (1..=4).zip(ends.ranges.iter().cycle()) {
         graph.launch(&sends).unwrap();
         let mut batch = Batch::new();
@@ -364,13 +371,11 @@ fn graphs_take_from_each_place() {
     let ends = Slots::new(&a, &b, &[256, 4_096]);
     let (from, bytes) = source(&a, 1);
     let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
-    let captured = takes.capture(|s| {
-        let mut batch = Batch::new();
+    let graph = captured(&takes, |batch| {
         _ = batch.free_in_inbox(&ends.free);
         _ = batch.take_from_inbox(&ends.inbox);
-        s.submit(&mut batch)
+        Ok(())
     });
-    let graph = captured.unwrap();
     for place in ends.ranges.iter().cycle().take(4) {
         graph.launch(&takes).unwrap();
         let mut batch = Batch::new();

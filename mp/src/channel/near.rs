@@ -13,7 +13,7 @@ use gdsync::verbs::Qp;
 use crate::communicator::Communicator;
 use crate::error::Result;
 use crate::exchange::take;
-use crate::offer::{Offer, Reach, refuse_queues};
+use crate::offer::{Offer, Reach, refuse_queues, zeroed};
 use crate::path::NearPath;
 use crate::registration::{Piece, Registration};
 
@@ -56,7 +56,7 @@ impl Own {
         let gpu = of_places.or(comm.0.settings.queues.gpu.as_ref()).cloned();
         let is_wanted = near != NearPath::Queues && comm.0.paths[rank].is_on_this_host();
         let words = gpu.as_ref().filter(|_| is_wanted).and_then(|gpu| {
-            let made = words(gpu, words_len(places.iter().map(|(_, range)| range.len())));
+            let made = zeroed(gpu, words_len(places.iter().map(|(_, range)| range.len())));
             made.inspect_err(|error| tracing::info!(%error, "no words for peer copies of a channel")).ok()
         });
         let mut exported = Vec::new();
@@ -162,15 +162,6 @@ impl Own {
         }
         Ok([sends, receives])
     }
-}
-
-/// Memory that is 0, with words for the CPU.
-fn words(gpu: &Gpu, len: usize) -> gdsync::Result<Memory> {
-    let memory = gpu.alloc(len)?;
-    memory.fill(0, memory.len(), 0)?;
-    memory.flush()?;
-    memory.word64(0)?;
-    Ok(memory)
 }
 
 impl Theirs {

@@ -98,8 +98,7 @@ impl Near {
 
     /// Whether streams of the GPU copy to or from this memory.
     pub(super) fn is_near(&self, memory: &Memory) -> bool {
-        let context = |gpu: &Gpu| gpu.raw_context();
-        self.gpu.as_ref().is_some_and(|gpu| memory.gpu().map(context) == Some(context(gpu)))
+        self.gpu.as_ref().is_some_and(|gpu| memory.is_on(gpu))
     }
 }
 

@@ -350,7 +350,7 @@ impl Calls {
                         is_asked && self.by_kernel.ops && !flushes && source.is_next(*n)
                     };
                     match ops.get(place + 1).filter(may_end_early) {
-                        Some(Op::OrArrival { at, number }) if is_of(gpu, at.memory()) => {
+                        Some(Op::OrArrival { at, number }) if at.memory().is_on(gpu) => {
                             let value = u64::from(*number) << 32;
                             let other = KernelOp::wait64(at.memory().place(gpu)?, value, Cond::Eq);
                             self.put(&wait.or(other));
@@ -571,11 +571,6 @@ pub(super) fn with_memops<T>(ops: &[KernelOp], call: impl FnOnce(u32, *mut MemOp
         to.write(op.memop());
     }
     call(count, memops.as_mut_ptr().cast())
-}
-
-/// Whether memory is of this GPU.
-fn is_of(gpu: &Gpu, memory: &Memory) -> bool {
-    memory.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context())
 }
 
 /// The GPU address of the word of an application wait.

@@ -16,11 +16,11 @@ use smallvec::SmallVec;
 
 use super::shared::{Shared, State, Submission, SubmitGuard};
 use crate::stream::op::{Arrival, Op, Queued};
+use crate::verbs::source::is_beyond;
 use gdsync_device::cuda::kernel_exec::GivenUp;
 use gdsync_device::cuda::{DriverTask, WaitingStream};
 use gdsync_device::error::Error;
 use gdsync_device::recorder::{By, Hold};
-use mlx5_ring as mlx5;
 
 /// Interval between checks of a held stream: short for a young wait.
 const CHECK_MIN: Duration = Duration::from_millis(1);
@@ -380,11 +380,6 @@ fn is_passed(arrival: &Arrival<'_>, indices: &mut Indices) -> bool {
     indices.retain(|(known, _)| *known != addr);
     indices.push((addr, index));
     is_beyond(index, arrival.passed)
-}
-
-fn is_beyond(index: u32, passed: u32) -> bool {
-    let [index, passed] = [index, passed].map(mlx5::record_to_u24);
-    index.wrapping_sub(passed) & 0xff_ffff < 1 << 23
 }
 
 /// The locked queue.
