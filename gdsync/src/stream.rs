@@ -77,7 +77,7 @@ pub use host::HostStreamConfig;
 pub use inbox::{FreePlaces, Inbox, PeerInbox};
 pub use op::Cond;
 pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
-use order::Numbers;
+use order::Follows;
 pub use order::{StreamOrder, Ticket};
 pub use peer::PeerSignal;
 pub use place::{OpenMemory, Placement, ReceiveLine};
@@ -310,7 +310,7 @@ impl Stream {
         let _range = DOMAIN.range(c"submit");
         let State { used, recording, guard } = state;
         let Some(recording) = recording else {
-            return self.put(used, batch, |ops, _| self.0.engine.submit(guard, ops)).map(drop);
+            return self.put(used, batch, |batch| self.0.engine.submit(guard, &mut batch.ops)).map(drop);
         };
         record::check(batch)?;
         batch.expect_numbers();
@@ -353,22 +353,25 @@ impl Stream {
         &self,
         used: &mut Used,
         batch: &mut Batch,
-        submit: impl FnOnce(&mut Ops, Numbers) -> Result<u64>,
+        submit: impl FnOnce(&mut Batch) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.of_stream())?;
-        self.begin_orders(batch).inspect_err(|_| batch.unmark())?;
+        let begun = batch.follows.as_mut().map_or(Ok(()), |follows| follows.begin(self.id()));
+        begun.inspect_err(|_| batch.unmark())?;
         // Recorded first, because the engine may run it at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.id());
-        let numbers = batch.set_numbers();
-        let seq = match submit(&mut batch.ops, numbers) {
+        batch.set_numbers();
+        let seq = match submit(batch) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.id());
-                batch.follows.iter_mut().for_each(|follows| follows.refuse());
+                batch.follows.iter().for_each(Follows::refuse);
                 return Err(error);
             }
         };
-        batch.follows.iter_mut().for_each(|follows| follows.submitted(seq));
+        if let Some(follows) = &mut batch.follows {
+            follows.submitted(self.id(), seq, self.0.engine.progress());
+        }
         batch.cores().for_each(|core| note_use(used, core, seq));
         Ok(seq)
     }

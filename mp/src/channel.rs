@@ -184,7 +184,30 @@ impl Half {
         let posted = Mutex::new(Posted { next: 0, buffers });
         let (peer, qp, is_over) = (peer.clone(), qp.clone(), comm.0.is_over.clone());
         let (ends, way) = (ends.clone(), way.clone());
-        Arc::new(Self { peer, qp, is_over, ends, way, places, posted })
+        let half = Arc::new(Self { peer, qp, is_over, ends, way, places, posted });
+        match &*half.way {
+            Way::Queue(_) => {}
+            Way::Out(out) => half.join_graphs(&out.0.order, Self::repeat),
+            Way::Into(into) => {
+                half.join_graphs(&into.free.order, Self::repeat_places);
+                half.join_graphs(&into.inbox.order, Self::repeat);
+            }
+        }
+        half
+    }
+
+    /// Adds hooks to graphs with batches that follow an order of its way.
+    fn join_graphs(self: &Arc<Self>, order: &StreamOrder, add: fn(&Arc<Self>, &mut Batch)) {
+        let half = Arc::downgrade(self);
+        order.when_recorded(move |batch| {
+            let half = half.upgrade().ok_or(gdsync::Error::Unsupported {
+                what: "a message of a channel that was dropped",
+                by: "graphs and steps of kernels, whose launches ask the channel",
+                fix: "keep the Channel until its batches are captured",
+            })?;
+            add(&half, batch);
+            Ok(())
+        });
     }
 
     /// Writes a message, or credit for one, for a batch.
@@ -202,7 +225,6 @@ impl Half {
     ) -> gdsync::Result<Done> {
         if let Way::Out(out) = &*self.way {
             self.replenish()?;
-            self.repeat(batch);
             return Ok(Done::Stream(out.send(batch, buffer, start, sge.len)?));
         }
         let mr = buffer.mr(self.peer.transport.intra_host);
@@ -216,38 +238,39 @@ impl Half {
     /// Adds credit for a message to a batch, if a place is left for it.
     fn give_credit(self: &Arc<Self>, batch: &mut Batch) -> Result<()> {
         let failed = |cause| self.failed("receive through a channel", cause);
-        let credit = match *self.way {
-            Way::Into(_) => self.replenish().map(|()| None),
-            _ => self.prepare(&[]).map(Some),
-        };
-        let credit = credit.map_err(failed)?;
-        // Two threads must not both take the last place.
-        let _turn = credit.is_none().then(|| self.posted.lock());
+        if let Way::Into(into) = &*self.way {
+            self.replenish().map_err(failed)?;
+            // Two threads must not both take the last place.
+            let _turn = self.posted.lock();
+            self.check_places(self.unawaited() + 1)?;
+            into.post(batch);
+            return Ok(());
+        }
+        let credit = self.prepare(&[]).map_err(failed)?;
         // The credit that was prepared counts.
-        if self.unawaited() + u64::from(credit.is_none()) > self.places.len() as u64 {
-            return Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() });
-        }
-        self.repeat(batch);
-        let places: Arc<dyn Replenish> =
-            Arc::new(SamePlace { half: self.clone(), first: OnceLock::new(), next: AtomicU64::new(0) });
-        batch.before_launches(&places);
-        match (credit, &*self.way) {
-            (Some(credit), _) => drop(batch.post(credit)),
-            (None, Way::Into(into)) => into.post(batch),
-            (None, _) => {}
-        }
+        self.check_places(self.unawaited())?;
+        self.repeat_places(batch);
+        drop(batch.post(credit));
         Ok(())
+    }
+
+    /// Refuses more messages without a wait than there are places.
+    fn check_places(&self, unawaited: u64) -> Result<()> {
+        match unawaited <= self.places.len() as u64 {
+            true => Ok(()),
+            false => Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() }),
+        }
     }
 
     /// Adds the wait for the next message to a batch.
     fn await_message(self: &Arc<Self>, batch: &mut Batch) -> gdsync::Result<Arc<InFlightOp>> {
         const OPERATION: &str = "wait for a message of a channel";
-        self.repeat(batch);
         self.replenish()?;
         if let Way::Into(into) = &*self.way {
             let (ticket, inbox) = into.wait(batch);
             return Ok(InFlightOp::awaited(OPERATION, ticket, into.room, inbox));
         }
+        self.repeat(batch);
         let completion = batch.wait_recv(&self.qp)?;
         Ok(InFlightOp::new(Direction::Recv, OPERATION, completion, 1, 0))
     }
@@ -274,6 +297,14 @@ impl Half {
         batch.before_launches(&this);
     }
 
+    /// As [`Half::repeat`], for a batch that frees places.
+    fn repeat_places(self: &Arc<Self>, batch: &mut Batch) {
+        self.repeat(batch);
+        let places: Arc<dyn Replenish> =
+            Arc::new(SamePlace { half: self.clone(), first: OnceLock::new(), next: AtomicU64::new(0) });
+        batch.before_launches(&places);
+    }
+
     fn failed(&self, operation: &'static str, cause: gdsync::Error) -> Error {
         Error::message(self.peer.rank(), operation, cause)
     }
@@ -295,7 +326,8 @@ impl Replenish for Half {
     fn replenish(&self) -> gdsync::Result<()> {
         refuse_over(&self.is_over, "a message of a channel")?;
         if !matches!(*self.way, Way::Queue(_)) {
-            return self.qp.check();
+            // Nothing is posted to the queue pair, so no completion tells of a failure.
+            return if self.qp.is_broken() { self.qp.check() } else { Ok(()) };
         }
         let mut posted = self.posted.lock();
         // First: a completion drained here has consumed its receive.

@@ -42,7 +42,7 @@ pub struct Batch {
     /// Boxed, so that most batches are cheap to make and drop.
     pub(super) rare: Option<Box<RareState>>,
     /// What it follows beside queues.
-    pub(super) follows: Option<Box<Follows>>,
+    pub(super) follows: Option<Follows>,
     /// The stream that the batch is for, if known: its parts are submitted to it as they are added.
     pub(super) stream: Option<OfStream>,
     /// Operations before this index belong to an earlier part, whose doorbells must not cover later sends.

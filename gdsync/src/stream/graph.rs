@@ -7,9 +7,9 @@ use std::{fmt, result};
 
 use super::batch::Batch;
 use super::engine::Engine;
-use super::op::{Kept, Ops};
+use super::op::Kept;
 use super::record::{Recorded, Recording};
-use super::{State, Stream, SubmitGuard, deadline};
+use super::{Ops, State, Stream, SubmitGuard, deadline};
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
 use gdsync_device::error::{Error, Result};
@@ -118,8 +118,10 @@ impl Stream {
                     is_made = true;
                 }
                 let State { used, guard, .. } = &mut *state;
-                self.put(used, &mut batch, |ops, numbers| {
-                    launch(&*self.0.engine, guard, Kept { ops: recorded.ops.clone(), numbers }, ops)
+                self.put(used, &mut batch, |batch| {
+                    let numbers = batch.follows.as_ref().map(|follows| follows.numbers.clone());
+                    let kept = Kept { ops: recorded.ops.clone(), numbers: numbers.unwrap_or_default() };
+                    launch(&*self.0.engine, guard, kept, &mut batch.ops)
                 })
             };
             let submitted = submit();

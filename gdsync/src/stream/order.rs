@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -29,12 +30,18 @@ pub struct StreamOrder(Arc<Inner>);
 struct Inner {
     end: Arc<QueueEnd>,
     state: Mutex<State>,
+    /// See [`StreamOrder::when_recorded`].
+    when_recorded: OnceLock<Box<OnRecord>>,
 }
+
+type OnRecord = dyn Fn(&mut Batch) -> Result<()> + Send + Sync;
 
 #[derive(Default)]
 struct State {
     /// Batches that no stream has got, oldest first, and how many numbers each takes.
-    unsubmitted: VecDeque<(Weak<Place>, u64)>,
+    unsubmitted: VecDeque<(Arc<Place>, u64)>,
+    /// The stream that is being given the oldest one.
+    taker: Option<u64>,
     last: Option<Position>,
     /// The last number that a stream has got.
     number: u64,
@@ -44,7 +51,6 @@ struct State {
 #[derive(Clone)]
 struct Position {
     stream: u64,
-    /// The largest number while it is being submitted.
     seq: u64,
     progress: Arc<dyn Progress>,
 }
@@ -58,7 +64,7 @@ impl Position {
         if self.is_over() || self.progress.wait_completed(self.seq, end) {
             return self.progress.is_done(self.seq).map(drop);
         }
-        Err(Error::late(what, timeout, format!("{} to get there", stream_name::describe(self.stream))))
+        Err(late(what, timeout, self.stream))
     }
 
     fn wait_in_batch(&self, batch: &mut Batch) -> Result<()> {
@@ -86,12 +92,27 @@ impl Position {
     }
 }
 
+/// The error of a wait for a stream.
+fn late(what: &str, timeout: Duration, stream: u64) -> Error {
+    Error::late(what, timeout, format!("{} to get there", stream_name::describe(stream)))
+}
+
 /// Where a batch is in its stream.
 #[derive(Default)]
 struct Place {
-    at: OnceLock<Position>,
-    numbers: OnceLock<Numbers>,
+    /// With the last number of each order before it.
+    got: OnceLock<(Position, Numbers)>,
     is_dropped: AtomicBool,
+}
+
+impl Place {
+    fn at(&self) -> Option<&Position> {
+        self.got.get().map(|(at, _)| at)
+    }
+
+    fn is_dropped(&self) -> bool {
+        self.is_dropped.load(Ordering::Acquire)
+    }
 }
 
 /// The work of a batch, which a stream has got or will get: see [`Batch::follow`].
@@ -135,14 +156,21 @@ impl fmt::Debug for StreamOrder {
 
 impl fmt::Debug for Ticket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Ticket({:#x}, {:?})", self.qpn, self.place.at.get().map(|at| (at.stream, at.seq)))
+        write!(f, "Ticket({:#x}, {:?})", self.qpn, self.place.at().map(|at| (at.stream, at.seq)))
     }
 }
 
 impl StreamOrder {
     /// Beside a queue pair.
     pub fn new(qp: &Qp) -> Self {
-        Self(Arc::new(Inner { end: qp.send.end.clone(), state: Mutex::default() }))
+        let (end, state, when_recorded) = (qp.send.end.clone(), Mutex::default(), OnceLock::new());
+        Self(Arc::new(Inner { end, state, when_recorded }))
+    }
+
+    /// Has captures and recordings of steps call `add` with each batch that follows it, to add what launches need
+    /// ([`Batch::before_launches`]) or to refuse it. Set once, before the first batch.
+    pub fn when_recorded(&self, add: impl Fn(&mut Batch) -> Result<()> + Send + Sync + 'static) {
+        self.0.when_recorded.get_or_init(|| Box::new(add));
     }
 
     pub(super) fn is(&self, other: &Self) -> bool {
@@ -154,20 +182,13 @@ impl StreamOrder {
     /// # Errors
     /// [`Error::Busy`]; [`Error::OutOfOrder`].
     pub fn check_idle(&self) -> Result<()> {
-        let busy = {
-            let mut state = self.0.state.lock();
-            if state.oldest().is_some() {
-                return Err(self.out_of_order());
-            }
-            state.busy_for(None)
-        };
-        busy.map_or(Ok(()), |last| Err(self.busy(&last)))
+        self.turn(None, None).map(drop)
     }
 
     /// Whether a stream has not done what follows it, as far as is known. Unlike the checks it does not have a GPU tell, which may block
     /// the caller in the driver.
     pub fn is_busy(&self) -> bool {
-        self.0.state.lock().busy_for(None).is_some()
+        self.0.state.lock().holder(None).is_some()
     }
 
     /// Whether a batch that follows it, or a capture, was not submitted.
@@ -178,7 +199,7 @@ impl StreamOrder {
     /// The last number that a batch takes for a message. Batches that were dropped take none.
     pub fn last_number(&self) -> u64 {
         let state = self.0.state.lock();
-        let counts = state.unsubmitted.iter().filter(|(place, _)| is_there(place).is_some());
+        let counts = state.unsubmitted.iter().filter(|(place, _)| !place.is_dropped());
         counts.fold(state.number, |number, (_, count)| number.wrapping_add(*count))
     }
 
@@ -187,13 +208,18 @@ impl StreamOrder {
     /// # Errors
     /// [`Error::Deadline`]; why the last stream has failed.
     pub fn wait_idle(&self, timeout: Duration) -> Result<()> {
+        const WHAT: &str = "waiting for the copies of a stream";
         let end = deadline(timeout);
         loop {
-            match self.last() {
-                None => return Ok(()),
+            let state = self.0.state.lock();
+            let (taker, last) = (state.taker, state.last.clone());
+            drop(state);
+            match (taker, last) {
                 // Another thread is submitting it.
-                Some(last) if last.seq == u64::MAX && Instant::now() < end => std::thread::yield_now(),
-                Some(last) => return last.wait("waiting for the copies of a stream", timeout, end),
+                (Some(_), _) if Instant::now() < end => std::thread::yield_now(),
+                (Some(taker), _) => return Err(late(WHAT, timeout, taker)),
+                (None, Some(last)) => return last.wait(WHAT, timeout, end),
+                (None, None) => return Ok(()),
             }
         }
     }
@@ -203,28 +229,27 @@ impl StreamOrder {
     /// # Errors
     /// [`Error::Busy`].
     pub fn check_for(&self, stream: &Stream) -> Result<()> {
-        match self.last().filter(|last| !last.is_over()) {
-            Some(last) if last.stream == stream.id() => last.progress.ask(),
-            Some(last) => return Err(self.busy(&last)),
-            None => {}
+        let state = self.0.state.lock();
+        match state.holder(None) {
+            Some(holder) if holder != stream.id() => return Err(self.busy(state, holder)),
+            Some(_) => drop(state),
+            None => return Ok(()),
         }
+        stream.0.engine.progress().ask();
         Ok(())
     }
 
-    /// The last submission, which another thread may be making.
-    fn last(&self) -> Option<Position> {
-        self.0.state.lock().last.clone()
-    }
-
-    /// Refuses unless it is the turn of a batch, on this stream.
-    fn turn(&self, place: &Arc<Place>, stream: Option<u64>) -> Result<MutexGuard<'_, State>> {
+    /// Refuses unless it is the turn of a batch, on this stream. Without a batch, unless all were submitted and are done.
+    fn turn(&self, place: Option<&Arc<Place>>, stream: Option<u64>) -> Result<MutexGuard<'_, State>> {
         let mut state = self.0.state.lock();
-        if state.oldest().is_none_or(|oldest| !Arc::ptr_eq(&oldest, place)) {
+        let is_taken = state.taker.is_some_and(|taker| Some(taker) != stream);
+        if !is_taken && state.oldest().map(Arc::as_ptr) != place.map(Arc::as_ptr) {
             return Err(self.out_of_order());
         }
-        let Some(last) = state.busy_for(stream) else { return Ok(state) };
-        drop(state);
-        Err(self.busy(&last))
+        match state.holder(stream) {
+            None => Ok(state),
+            Some(holder) => Err(self.busy(state, holder)),
+        }
     }
 
     pub(super) fn core(&self) -> &Arc<QpCore> {
@@ -239,51 +264,37 @@ impl StreamOrder {
         Error::OutOfOrder { qpn: self.core().qpn, expected: 0, got: 1 }
     }
 
-    fn busy(&self, last: &Position) -> Error {
+    fn busy(&self, state: MutexGuard<'_, State>, holder: u64) -> Error {
+        let last = state.last.clone();
+        drop(state);
         // So that a later look finds it over.
-        last.progress.ask();
-        Error::Busy { queue: "send", qpn: self.core().qpn, owner: stream_name::describe(last.stream) }
+        last.iter().for_each(|last| last.progress.ask());
+        Error::Busy { queue: "send", qpn: self.core().qpn, owner: stream_name::describe(holder) }
     }
 }
 
 impl State {
-    /// The last submission, unless it is over, or of this stream.
-    fn busy_for(&self, stream: Option<u64>) -> Option<Position> {
-        self.last.clone().filter(|last| Some(last.stream) != stream && !last.is_over())
+    /// The stream that has not done what follows, other than this one.
+    fn holder(&self, stream: Option<u64>) -> Option<u64> {
+        let last = self.last.as_ref().filter(|last| !last.is_over());
+        self.taker.or(last.map(|last| last.stream)).filter(|holder| Some(*holder) != stream)
     }
 
     /// The batch that has to be submitted first.
-    fn oldest(&mut self) -> Option<Arc<Place>> {
-        while let Some(first) = self.unsubmitted.front() {
-            match is_there(&first.0) {
-                Some(place) => return Some(place),
-                None => _ = self.unsubmitted.pop_front(),
-            }
-        }
-        None
+    fn oldest(&mut self) -> Option<&Arc<Place>> {
+        while self.unsubmitted.pop_front_if(|(place, _)| place.is_dropped()).is_some() {}
+        self.unsubmitted.front().map(|(place, _)| place)
     }
-}
-
-/// The batch, unless it was dropped.
-fn is_there(place: &Weak<Place>) -> Option<Arc<Place>> {
-    place.upgrade().filter(|place| !place.is_dropped.load(Ordering::Acquire))
 }
 
 /// What a batch follows.
 #[derive(Default)]
 pub(super) struct Follows {
     place: Arc<Place>,
-    orders: SmallVec<[Followed; 1]>,
-}
-
-/// One of its orders.
-struct Followed {
-    order: StreamOrder,
-    /// The last submission before this one, once that has begun.
-    before: Option<Position>,
-    /// Numbers that the batch takes, and the last one before them.
-    count: u64,
-    number: u64,
+    /// With the numbers that the batch takes.
+    orders: SmallVec<[(StreamOrder, u64); 2]>,
+    /// The last numbers before, once a stream is being given the batch.
+    pub(super) numbers: Numbers,
 }
 
 impl fmt::Debug for Follows {
@@ -306,7 +317,7 @@ pub(super) struct Orders(Vec<(StreamOrder, u64)>);
 impl Orders {
     /// Has launches follow what a batch follows, too. Returns the last number of each of its orders before it, among those of a launch.
     pub(super) fn join(&mut self, follows: &Follows) -> Vec<Number> {
-        let join = |Followed { order, count, .. }: &Followed| {
+        let join = |(order, count): &(StreamOrder, u64)| {
             let known = self.0.iter().position(|(known, _)| known.is(order));
             let at = known.unwrap_or(self.0.len());
             if known.is_none() {
@@ -326,76 +337,54 @@ impl Orders {
 
 impl Follows {
     fn orders(&self) -> impl Iterator<Item = &StreamOrder> {
-        self.orders.iter().map(|followed| &followed.order)
-    }
-
-    /// None if it takes none.
-    fn numbers(&self) -> Option<Numbers> {
-        let takes_some = self.orders.iter().any(|followed| followed.count > 0);
-        takes_some.then(|| self.orders.iter().map(|followed| followed.number).collect())
+        self.orders.iter().map(|(order, _)| order)
     }
 
     /// Refuses unless the CPU may do it now.
     pub(super) fn check(&self) -> Result<()> {
-        self.orders().try_for_each(|order| order.turn(&self.place, None).map(drop))
+        self.orders().try_for_each(|order| order.turn(Some(&self.place), None).map(drop))
     }
 
     /// Begins to submit to a stream, in all orders or none.
-    pub(super) fn begin(&mut self, stream: u64, progress: &Arc<dyn Progress>) -> Result<()> {
-        for at in 0..self.orders.len() {
-            if let Err(error) = self.begin_in(at, stream, progress) {
-                self.cancel(at);
-                return Err(error);
+    pub(super) fn begin(&mut self, stream: u64) -> Result<()> {
+        self.numbers.clear();
+        for (order, _) in &self.orders {
+            match order.turn(Some(&self.place), Some(stream)) {
+                Ok(mut state) => {
+                    state.taker = Some(stream);
+                    self.numbers.push(state.number);
+                }
+                Err(error) => {
+                    self.refuse();
+                    return Err(error);
+                }
             }
         }
         Ok(())
     }
 
-    fn begin_in(&mut self, at: usize, stream: u64, progress: &Arc<dyn Progress>) -> Result<()> {
-        let Followed { order, before, count, number } = &mut self.orders[at];
-        let mut state = order.turn(&self.place, Some(stream))?;
-        state.unsubmitted.pop_front();
-        let position = Position { stream, seq: u64::MAX, progress: progress.clone() };
-        *before = state.last.replace(position);
-        *number = state.number;
-        state.number = number.wrapping_add(*count);
-        Ok(())
-    }
-
-    /// Follows an order that it does not yet, and takes so many numbers. Returns its index.
-    fn add(&mut self, order: &StreamOrder, count: u64) -> usize {
-        order.0.state.lock().unsubmitted.push_back((Arc::downgrade(&self.place), count));
-        self.orders.push(Followed { order: order.clone(), before: None, count, number: 0 });
-        self.orders.len() - 1
-    }
-
-    /// Undoes [`Follows::begin`] in the first orders, after a refusal.
-    fn cancel(&mut self, orders: usize) {
-        for Followed { order, before, count, number } in &mut self.orders[..orders] {
-            let mut state = order.0.state.lock();
-            state.last = before.take();
-            state.number = *number;
-            state.unsubmitted.push_front((Arc::downgrade(&self.place), *count));
+    /// Undoes [`Follows::begin`], also where that was refused.
+    pub(super) fn refuse(&self) {
+        for (order, _) in &self.orders[..self.numbers.len()] {
+            order.0.state.lock().taker = None;
         }
-    }
-
-    /// Undoes [`Follows::begin`].
-    pub(super) fn refuse(&mut self) {
-        self.cancel(self.orders.len());
     }
 
     /// The stream has got it, as this submission.
-    pub(super) fn submitted(&mut self, seq: u64) {
-        if let Some(numbers) = self.numbers() {
-            self.place.numbers.get_or_init(|| numbers);
-        }
-        for order in self.orders() {
+    pub(super) fn submitted(&mut self, stream: u64, seq: u64, progress: Arc<dyn Progress>) {
+        let at = Position { stream, seq, progress };
+        for (order, count) in &self.orders {
+            // Of another stream: dropped without the lock.
+            let mut _before = None;
             let mut state = order.0.state.lock();
-            if let Some(last) = &mut state.last {
-                last.seq = seq;
-                self.place.at.get_or_init(|| last.clone());
+            state.unsubmitted.pop_front();
+            (state.taker, state.number) = (None, state.number.wrapping_add(*count));
+            match &mut state.last {
+                Some(last) if last.stream == stream => last.seq = seq,
+                last => _before = last.replace(at.clone()),
             }
         }
+        self.place.got.get_or_init(|| (at, mem::take(&mut self.numbers)));
     }
 
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
@@ -407,17 +396,29 @@ impl Batch {
     /// Has the batch follow an order: it is submitted behind all that follow it already, and to the same stream until that has done
     /// them. The ticket says how far it is. A batch that is dropped no longer counts.
     pub fn follow(&mut self, order: &StreamOrder) -> Ticket {
-        let (follows, at) = self.following(order);
-        let taken = Number { order: at, nth: follows.orders[at].count };
-        Ticket { place: follows.place.clone(), qpn: order.core().qpn, taken }
+        self.take_numbers(order, 0)
     }
 
-    /// What it follows, and the index of the order there.
-    fn following(&mut self, order: &StreamOrder) -> (&mut Follows, usize) {
-        let follows = self.follows.get_or_insert_default();
-        let known = follows.orders().position(|known| known.is(order));
-        let at = known.unwrap_or_else(|| follows.add(order, 0));
-        (follows, at)
+    /// Has the batch follow an order and take its next number, from 1 on: when a stream gets the batch, and in each launch of a graph
+    /// anew, so a batch that was dropped has taken none.
+    pub(super) fn number(&mut self, order: &StreamOrder) -> Ticket {
+        self.take_numbers(order, 1)
+    }
+
+    fn take_numbers(&mut self, order: &StreamOrder, count: u64) -> Ticket {
+        let Follows { place, orders, .. } = self.follows.get_or_insert_default();
+        let mut unsubmitted = order.0.state.lock();
+        let unsubmitted = &mut unsubmitted.unsubmitted;
+        let at = orders.iter().position(|(known, _)| known.is(order)).unwrap_or_else(|| {
+            unsubmitted.push_back((place.clone(), 0));
+            orders.push((order.clone(), 0));
+            orders.len() - 1
+        });
+        let own = unsubmitted.iter_mut().rfind(|(other, _)| Arc::ptr_eq(other, place));
+        own.into_iter().for_each(|(_, taken)| *taken += count);
+        orders[at].1 += count;
+        let taken = Number { order: at, nth: orders[at].1 };
+        Ticket { place: place.clone(), qpn: order.core().qpn, taken }
     }
 
     /// Follows as a recorded batch did.
@@ -425,61 +426,50 @@ impl Batch {
         if orders.0.is_empty() {
             return;
         }
-        let follows = self.follows.insert(Box::default());
         for (order, count) in &orders.0 {
-            follows.add(order, *count);
+            self.take_numbers(order, *count);
         }
     }
 
-    /// Has the batch follow an order and take its next number, from 1 on: when a stream gets the batch, and in each launch of a graph
-    /// anew, so a batch that was dropped has taken none.
-    pub(super) fn number(&mut self, order: &StreamOrder) -> Ticket {
-        let (follows, at) = self.following(order);
-        let followed = &mut follows.orders[at];
-        followed.count += 1;
-        let mut state = order.0.state.lock();
-        let own =
-            state.unsubmitted.iter_mut().find(|(place, _)| place.as_ptr() == Arc::as_ptr(&follows.place));
-        own.into_iter().for_each(|(_, count)| *count = followed.count);
-        drop(state);
-        self.follow(order)
+    /// Adds what its orders need in graphs.
+    pub(super) fn record_orders(&mut self) -> Result<()> {
+        let orders: Vec<_> = self.follows.iter().flat_map(Follows::orders).cloned().collect();
+        orders.iter().filter_map(|order| order.0.when_recorded.get()).try_for_each(|add| add(self))
     }
 
     /// Gives its messages numbers as if it were submitted next, for a capture.
     pub(super) fn expect_numbers(&mut self) {
-        for followed in self.follows.iter_mut().flat_map(|follows| &mut follows.orders) {
-            followed.number = followed.order.last_number().wrapping_sub(followed.count);
+        if let Some(Follows { orders, numbers, .. }) = &mut self.follows {
+            *numbers = orders.iter().map(|(order, count)| order.last_number().wrapping_sub(*count)).collect();
         }
         self.set_numbers();
     }
 
     /// Gives its messages their numbers, which are known.
-    pub(super) fn set_numbers(&mut self) -> Numbers {
-        let numbers = self.follows.as_ref().and_then(|follows| follows.numbers());
-        let Some(numbers) = numbers else { return Numbers::new() };
+    pub(super) fn set_numbers(&mut self) {
+        let Some(Follows { numbers, .. }) = &self.follows else { return };
         for op in &mut self.ops {
             if let Op::Message(message) = op {
-                message.number = message.taken.behind(&numbers);
+                message.number = message.taken.behind(numbers);
             }
         }
-        numbers
     }
 }
 
 impl Ticket {
     /// The last number that its order has had through it, for a message its own, once a stream has got it.
     pub fn number(&self) -> Option<u64> {
-        self.place.numbers.get().map(|before| self.taken.behind(before))
+        self.place.got.get().map(|(_, before)| self.taken.behind(before))
     }
 
     /// Whether no stream has got the batch, which may come.
     pub fn is_unsubmitted(&self) -> bool {
-        self.place.at.get().is_none() && !self.is_taken_back()
+        self.place.at().is_none() && !self.is_taken_back()
     }
 
     /// Whether the batch was dropped.
     pub fn is_taken_back(&self) -> bool {
-        self.place.is_dropped.load(Ordering::Acquire) && self.place.at.get().is_none()
+        self.place.is_dropped() && self.place.at().is_none()
     }
 
     /// Whether the stream is known to have done it. It may know later than it has: see [`Ticket::ask`].
@@ -487,7 +477,7 @@ impl Ticket {
     /// # Errors
     /// Why the stream has failed; [`Error::TakenBack`].
     pub fn is_done(&self) -> Result<bool> {
-        match self.place.at.get() {
+        match self.place.at() {
             Some(at) => at.progress.is_done(at.seq),
             None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
             None => Ok(false),
@@ -496,7 +486,7 @@ impl Ticket {
 
     /// Has the stream tell when it has done it.
     pub fn ask(&self) {
-        if let Some(at) = self.place.at.get().filter(|at| !at.is_over()) {
+        if let Some(at) = self.place.at().filter(|at| !at.is_over()) {
             at.progress.ask();
         }
     }
@@ -506,7 +496,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::Deadline`] after `timeout`; as [`Ticket::is_done`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        match self.place.at.get() {
+        match self.place.at() {
             Some(at) => at.wait("waiting for a copy of a stream", timeout, deadline(timeout)),
             None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
             None => Err(Error::InvalidArgument {
@@ -522,7 +512,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::TakenBack`]; [`Error::Unsupported`] for what a stream of the host does.
     pub fn wait_in_batch(&self, batch: &mut Batch) -> Result<()> {
-        match self.place.at.get() {
+        match self.place.at() {
             Some(at) if !self.is_done()? => at.wait_in_batch(batch),
             None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
             // It is in this batch, or in one that has to be submitted before.
@@ -535,19 +525,9 @@ impl Ticket {
     /// # Errors
     /// As [`Ticket::wait_in_batch`] and [`Stream::wait_value64`].
     pub fn wait_on_stream(&self, stream: &Stream) -> Result<()> {
-        match self.place.at.get() {
+        match self.place.at() {
             Some(at) => at.wait_on_stream(stream),
             None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
-            None => Ok(()),
-        }
-    }
-}
-
-impl Stream {
-    /// Begins to submit a batch in its orders.
-    pub(super) fn begin_orders(&self, batch: &mut Batch) -> Result<()> {
-        match &mut batch.follows {
-            Some(follows) => follows.begin(self.id(), &self.0.engine.progress()),
             None => Ok(()),
         }
     }

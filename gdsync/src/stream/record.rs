@@ -78,7 +78,8 @@ pub(super) struct Recorded {
 }
 
 /// Refuses a batch that cannot be repeated.
-pub(super) fn check(batch: &Batch) -> Result<()> {
+pub(super) fn check(batch: &mut Batch) -> Result<()> {
+    batch.record_orders()?;
     if let Some((what, fix)) = batch.only_once {
         return Err(once(what, fix));
     }
@@ -114,7 +115,7 @@ impl Recording {
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
         let joined = follows.as_ref().map(|follows| self.recorded.orders.join(follows)).unwrap_or_default();
-        self.follows.extend(follows.map(|follows| *follows));
+        self.follows.extend(follows);
         for (at, (mut op, anew)) in ops.into_iter().zip(anew).enumerate() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 self.add_covered(completion);

@@ -213,13 +213,13 @@ pub(super) enum Way {
 
 /// Messages to the other rank.
 #[derive(Debug)]
-pub(super) struct Out(Arc<PeerInbox>);
+pub(super) struct Out(pub(super) Arc<PeerInbox>);
 
 /// Messages from the other rank.
 #[derive(Debug)]
 pub(super) struct Into {
-    inbox: Arc<Inbox>,
-    free: Arc<FreePlaces>,
+    pub(super) inbox: Arc<Inbox>,
+    pub(super) free: Arc<FreePlaces>,
     /// Bytes of the largest place.
     pub(super) room: usize,
     needs_flush: bool,
