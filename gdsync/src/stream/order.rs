@@ -1,11 +1,10 @@
 //! The order of what streams do beside a queue pair, as copies between GPUs: one stream has it at a time, as it has a queue.
 
 use std::collections::VecDeque;
-use std::fmt;
-use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+use std::{fmt, mem, ptr};
 
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
@@ -38,8 +37,8 @@ type OnRecord = dyn Fn(&mut Batch) -> Result<()> + Send + Sync;
 
 #[derive(Default)]
 struct State {
-    /// Batches that no stream has got, oldest first, and how many numbers each takes.
-    unsubmitted: VecDeque<(Arc<Place>, u64)>,
+    /// Batches that no stream has got, oldest first, by the addresses of their places, and how many numbers each takes.
+    unsubmitted: VecDeque<(usize, u64)>,
     /// The stream that is being given the oldest one.
     taker: Option<u64>,
     last: Option<Position>,
@@ -110,8 +109,8 @@ impl Place {
         self.got.get().map(|(at, _)| at)
     }
 
-    fn is_dropped(&self) -> bool {
-        self.is_dropped.load(Ordering::Acquire)
+    fn key(&self) -> usize {
+        ptr::from_ref(self).addr()
     }
 }
 
@@ -193,14 +192,13 @@ impl StreamOrder {
 
     /// Whether a batch that follows it, or a capture, was not submitted.
     pub fn has_unsubmitted(&self) -> bool {
-        self.0.state.lock().oldest().is_some()
+        !self.0.state.lock().unsubmitted.is_empty()
     }
 
     /// The last number that a batch takes for a message. Batches that were dropped take none.
     pub fn last_number(&self) -> u64 {
         let state = self.0.state.lock();
-        let counts = state.unsubmitted.iter().filter(|(place, _)| !place.is_dropped());
-        counts.fold(state.number, |number, (_, count)| number.wrapping_add(*count))
+        state.unsubmitted.iter().fold(state.number, |number, (_, count)| number.wrapping_add(*count))
     }
 
     /// Blocks until streams have done all that follows it and was submitted.
@@ -240,10 +238,10 @@ impl StreamOrder {
     }
 
     /// Refuses unless it is the turn of a batch, on this stream. Without a batch, unless all were submitted and are done.
-    fn turn(&self, place: Option<&Arc<Place>>, stream: Option<u64>) -> Result<MutexGuard<'_, State>> {
-        let mut state = self.0.state.lock();
+    fn turn(&self, place: Option<&Place>, stream: Option<u64>) -> Result<MutexGuard<'_, State>> {
+        let state = self.0.state.lock();
         let is_taken = state.taker.is_some_and(|taker| Some(taker) != stream);
-        if !is_taken && state.oldest().map(Arc::as_ptr) != place.map(Arc::as_ptr) {
+        if !is_taken && state.unsubmitted.front().map(|(key, _)| *key) != place.map(Place::key) {
             return Err(self.out_of_order());
         }
         match state.holder(stream) {
@@ -279,12 +277,6 @@ impl State {
         let last = self.last.as_ref().filter(|last| !last.is_over());
         self.taker.or(last.map(|last| last.stream)).filter(|holder| Some(*holder) != stream)
     }
-
-    /// The batch that has to be submitted first.
-    fn oldest(&mut self) -> Option<&Arc<Place>> {
-        while self.unsubmitted.pop_front_if(|(place, _)| place.is_dropped()).is_some() {}
-        self.unsubmitted.front().map(|(place, _)| place)
-    }
 }
 
 /// What a batch follows.
@@ -292,7 +284,7 @@ impl State {
 pub(super) struct Follows {
     place: Arc<Place>,
     /// With the numbers that the batch takes.
-    orders: SmallVec<[(StreamOrder, u64); 2]>,
+    orders: SmallVec<[(StreamOrder, u64); 3]>,
     /// The last numbers before, once a stream is being given the batch.
     pub(super) numbers: Numbers,
 }
@@ -305,8 +297,12 @@ impl fmt::Debug for Follows {
 
 impl Drop for Follows {
     fn drop(&mut self) {
-        // A batch that was submitted has its place.
-        self.place.is_dropped.store(true, Ordering::Release);
+        if self.place.at().is_none() {
+            let key = self.place.key();
+            self.orders()
+                .for_each(|order| order.0.state.lock().unsubmitted.retain(|(other, _)| *other != key));
+            self.place.is_dropped.store(true, Ordering::Release);
+        }
     }
 }
 
@@ -407,14 +403,13 @@ impl Batch {
 
     fn take_numbers(&mut self, order: &StreamOrder, count: u64) -> Ticket {
         let Follows { place, orders, .. } = self.follows.get_or_insert_default();
-        let mut unsubmitted = order.0.state.lock();
-        let unsubmitted = &mut unsubmitted.unsubmitted;
+        let (key, mut state) = (place.key(), order.0.state.lock());
         let at = orders.iter().position(|(known, _)| known.is(order)).unwrap_or_else(|| {
-            unsubmitted.push_back((place.clone(), 0));
+            state.unsubmitted.push_back((key, 0));
             orders.push((order.clone(), 0));
             orders.len() - 1
         });
-        let own = unsubmitted.iter_mut().rfind(|(other, _)| Arc::ptr_eq(other, place));
+        let own = state.unsubmitted.iter_mut().rfind(|(other, _)| *other == key);
         own.into_iter().for_each(|(_, taken)| *taken += count);
         orders[at].1 += count;
         let taken = Number { order: at, nth: orders[at].1 };
@@ -423,9 +418,6 @@ impl Batch {
 
     /// Follows as a recorded batch did.
     pub(super) fn follow_again(&mut self, orders: &Orders) {
-        if orders.0.is_empty() {
-            return;
-        }
         for (order, count) in &orders.0 {
             self.take_numbers(order, *count);
         }
@@ -469,7 +461,7 @@ impl Ticket {
 
     /// Whether the batch was dropped.
     pub fn is_taken_back(&self) -> bool {
-        self.place.is_dropped() && self.place.at().is_none()
+        self.place.is_dropped.load(Ordering::Acquire)
     }
 
     /// Whether the stream is known to have done it. It may know later than it has: see [`Ticket::ask`].

@@ -1,5 +1,7 @@
 //! Orders of streams beside queue pairs.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use gdsync::Error;
@@ -188,6 +190,36 @@ fn messages(ends: &Slots, count: usize) -> Batch {
     let mut batch = Batch::new();
     (0..count).for_each(|_| ends.pass(&mut batch, &ends.places).unwrap());
     batch
+}
+
+/// An order adds to batches that are recorded, and to no others. A refusal leaves the batch as it was.
+#[test]
+fn orders_add_to_what_is_recorded() {
+    let (a, _b) = pair(8, |q| q);
+    for [s, _] in streams() {
+        let (order, word, calls) = (StreamOrder::new(&a.qp), word(), Arc::new(AtomicU64::new(0)));
+        let (seen, added) = (calls.clone(), word.clone());
+        order.when_recorded(move |batch| match seen.fetch_add(1, Ordering::Relaxed) {
+            0 => Err(Error::GivenUp),
+            n => {
+                batch.write_value64(&added, n + 10);
+                Ok(())
+            }
+        });
+        s.submit(&mut following(&order, &word, 1).0).unwrap();
+        assert_eq!(calls.load(Ordering::Relaxed), 0);
+        let capture = s.begin_capture().unwrap();
+        let (mut batch, ticket) = following(&order, &word, 2);
+        assert!(matches!(s.submit(&mut batch), Err(Error::GivenUp)));
+        assert!(ticket.is_unsubmitted() && batch.len() == 1);
+        s.submit(&mut batch).unwrap();
+        let graph = capture.end().unwrap();
+        assert_eq!(calls.load(Ordering::Relaxed), 2);
+        graph.launch(&s).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+        assert_eq!(word.load(), 11, "behind the batch");
+        assert_eq!(calls.load(Ordering::Relaxed), 2);
+    }
 }
 
 /// Messages are those that streams have got, in order: none of a batch that was dropped or refused, and those of each launch.

@@ -286,6 +286,23 @@ job_test!(receives_beyond_the_places_are_refused, 1, |comm| {
     }
 });
 
+// With peer copies only graphs ask the channel.
+job_test!(batches_outlive_their_channel_but_in_captures, 1, |comm| {
+    let (inbox, s, mut batch) = (buffer(comm, PLACE), stream("dropped"), Batch::new());
+    let channel = channel(comm, 0, &inbox, 1);
+    let is_near = channel.path_of(&inbox, 0..8).unwrap().peer_copies().is_ok();
+    channel.post_recv_in_batch(&mut batch).unwrap();
+    drop(channel);
+    let captured = s.capture(|s| s.submit(&mut batch));
+    if is_near {
+        says(&captured.unwrap_err().to_string(), &["a channel that was dropped", "keep the Channel"]);
+        s.submit(&mut batch).unwrap();
+        s.synchronize(LONG).unwrap();
+    } else {
+        captured.unwrap();
+    }
+});
+
 // One iteration over two places would use the other place in each second launch.
 job_test!(launches_at_another_place_are_refused, 1, |comm| {
     let (outbox, inbox) = (buffer(comm, PLACE), buffer(comm, 2 * PLACE));
