@@ -39,8 +39,8 @@ enum Cond : u32 { GEQ, EQ, AND, NOR };
 // a receive; a COPY is into it then, and `addr` is the table of what is open; a wait, only if nothing was copied. DIRECT: only if the
 // last PACK was into the place. BY_MOVE: a wait that the PACK or TAKE behind it does, in each thread. EITHER: a wait that is over, too,
 // when the word of the WAIT_64 behind it has the upper half of its value; no step of an application has it. CREDIT: a wait for a word
-// that only grows.
-enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8, DIRECT = 16, BY_MOVE = 32, EITHER = 64, CREDIT = 128 };
+// that only grows. NUMBERED: the value tells of a message, and has its number from bit 33 on.
+enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8, DIRECT = 16, BY_MOVE = 32, EITHER = 64, CREDIT = 128, NUMBERED = 256 };
 
 struct Op {
     u32 kind;

@@ -17,9 +17,9 @@ pub fn register() {
     driver::kernel("gds_copy_12", &[32 + 24 * 12], |params| run(params, true));
     driver::kernel("gds_copy_160", &[32 + 24 * 160], |params| run(params, true));
     driver::kernel("gds_copy_at", &[8], |params| run_at(params, true));
-    driver::kernel("gds_message_12", &[32 + 24 * 12], |params| run(params, true));
-    driver::kernel("gds_message_160", &[32 + 24 * 160], |params| run(params, true));
-    driver::kernel("gds_message_at", &[8], |params| run_at(params, true));
+    driver::kernel("gds_message_12", &[32 + 24 * 12, 8], |params| run(params, true));
+    driver::kernel("gds_message_160", &[32 + 24 * 160, 8], |params| run(params, true));
+    driver::kernel("gds_message_at", &[8, 8], |params| run_at(params, true));
     driver::kernel("gds_finish", &[8], |params| {
         // SAFETY: an address of steps.
         Progress::new(unsafe { params[0].cast::<u64>().read() }).finish();
@@ -67,10 +67,12 @@ fn low(value: u64) -> u32 {
 fn run_at(params: &[*mut c_void], copies: bool) {
     // SAFETY: an address.
     let at = unsafe { params[0].cast::<u64>().read() };
-    run(&[with_exposed_provenance_mut(usize::try_from(at).unwrap())], copies);
+    let program = with_exposed_provenance_mut(usize::try_from(at).unwrap());
+    run(&[&[program], &params[1..]].concat(), copies);
 }
 
-/// With `copies` it looks again behind each wait whether the stream has failed.
+/// With `copies` it looks again behind each wait whether the stream has failed. A second parameter is the address of what is added to
+/// numbers, or 0.
 fn run(params: &[*mut c_void], copies: bool) {
     // SAFETY: the parameter is a head and operations.
     let head = unsafe { params[0].cast::<Head>().read() };
@@ -78,6 +80,14 @@ fn run(params: &[*mut c_void], copies: bool) {
     let first = unsafe { params[0].cast::<Head>().add(1) }.cast::<Op>();
     // SAFETY: so many are there.
     let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(low(head.count)).unwrap()) };
+    // SAFETY: an address.
+    let ahead = params.get(1).map_or(0, |at| unsafe { at.cast::<u64>().read() });
+    let ahead = if ahead == 0 { 0 } else { word64(ahead).load(Ordering::SeqCst) << 33 };
+    let numbered = |op: Op| match op.flags & NUMBERED {
+        0 => op,
+        _ => Op { value: op.value.wrapping_add(ahead), ..op },
+    };
+    let ops: Vec<_> = ops.iter().copied().map(numbered).collect();
     let mut failed = has_failed(&head);
     let mut errors = 0;
     let mut late = Late::default();
@@ -124,6 +134,8 @@ const FOUND: u16 = 8;
 const DIRECT: u16 = 16;
 /// The wait is over, too, when the one behind it is.
 const EITHER: u16 = 64;
+/// The value has the number of a message from bit 33 on.
+const NUMBERED: u16 = 256;
 
 /// Where a receive is, by its line and the table of what is open; 0 if it is not reached.
 fn find(line: &Op, table: u64, len: u64) -> u64 {

@@ -52,7 +52,7 @@ fn word(number: u64, len: u32) -> u64 {
 
 /// The word that tells of so many free places; its lowest bit says whether messages may be in lines.
 const fn free(number: u64) -> u64 {
-    number << 1
+    number << 33
 }
 
 /// Slots for the messages of a peer, in memory of this process' GPU that the peer has open.
@@ -202,6 +202,15 @@ impl Message {
         }
     }
 
+    /// Places that messages of its order are for in turn.
+    pub(super) fn places(&self) -> usize {
+        match &self.does {
+            Does::Send(to, _) => to.places.len(),
+            Does::Free(_) => 1,
+            Does::Take(inbox) => inbox.places.len(),
+        }
+    }
+
     /// The queue pair that a stream which waits breaks when it fails.
     pub(super) fn end(&self) -> &Arc<QueueEnd> {
         let order = match &self.does {
@@ -255,7 +264,8 @@ impl Message {
                 if !in_lines {
                     inbox.free_without_lines()?;
                 }
-                add(&[signal(*addr, free(number) | u64::from(in_lines))?]);
+                let told = signal(*addr, free(number) | u64::from(in_lines))?;
+                add(&[if in_lines { told.numbered() } else { told }]);
             }
             Does::Take(inbox) => {
                 check_gpu(&inbox.gpu, gpu)?;

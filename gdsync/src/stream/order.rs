@@ -129,8 +129,8 @@ pub(super) type Numbers = SmallVec<[u64; 4]>;
 /// A number that a batch takes: so many behind the last one of the order before, by its index.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Number {
-    order: usize,
-    nth: u64,
+    pub(super) order: usize,
+    pub(super) nth: u64,
 }
 
 impl Number {

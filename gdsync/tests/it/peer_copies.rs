@@ -386,6 +386,109 @@ fn graphs_take_from_each_place() {
     }
 }
 
+/// A graph of kernels with one and with five parts each, which what the application captures keeps apart.
+fn captured_apart(
+    gpu: &Gpu,
+    stream: &Stream,
+    add: impl Fn(&mut Batch, usize) -> gdsync::Result<()>,
+) -> (Graph, Memory) {
+    let scratch = gpu.alloc(8).unwrap();
+    let mut parts = 0..;
+    let captured = stream.capture(|stream| {
+        for count in [1, 5, 1, 5] {
+            let mut batch = Batch::new();
+            parts.by_ref().take(count).try_for_each(|part| add(&mut batch, part))?;
+            stream.submit(&mut batch)?;
+            let (addr, raw) = (scratch.gpu_addr(gpu)?, stream.raw().unwrap());
+            // SAFETY: a word of the memory, which outlives the graph.
+            gpu.within(|api| unsafe { api.memset_d32_async(addr, 1, 1, raw) })
+                .map_err(Error::cuda("filling"))?;
+        }
+        gdsync::Result::Ok(())
+    });
+    (captured.unwrap(), scratch)
+}
+
+/// Launches that differ in the numbers of messages only: three at a time, on other streams, and behind messages of no graph, which go
+/// to the place whose turn it is.
+#[test]
+fn launches_count_messages() {
+    let Some([a, b]) = gpus() else { return };
+    let (ends, (from, bytes)) = (Slots::new(&a, &b, &[64, 96]), source(&a, 3));
+    let sends = [0; 2].map(|_| stream_on(&a, WAYS[0], PATIENCE));
+    let takes = [0; 2].map(|_| stream_on(&b, WAYS[0], PATIENCE));
+    let send =
+        |batch: &mut Batch, part| batch.send_to_inbox(&ends.to, &from, 8 * part..8 * part + 8).map(drop);
+    let take = |batch: &mut Batch, _| {
+        _ = batch.free_in_inbox(&ends.free);
+        _ = batch.take_from_inbox(&ends.inbox);
+        Ok(())
+    };
+    let (sending, _scratch) = captured_apart(&a, &sends[0], send);
+    let (taking, _scratch_there) = captured_apart(&b, &takes[0], take);
+    let synchronize = || sends.iter().chain(&takes).for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+    let mut number: u64 = 0;
+    for (round, (launches, eager, on)) in
+        [(3, 0, 0), (3, 0, 0), (1, 1, 0), (1, 0, 0), (1, 0, 1), (2, 1, 1), (1, 0, 0), (3, 2, 1)]
+            .into_iter()
+            .enumerate()
+    {
+        let (sends, takes) = (&sends[on], &takes[1 - on]);
+        from.write(0, &bytes[round..round + 96]).unwrap();
+        from.flush().unwrap();
+        let [mut sent, mut taken] = [Batch::new(), Batch::new()];
+        (0..eager)
+            .for_each(|_| [send(&mut sent, 0), take(&mut taken, 0)].into_iter().for_each(Result::unwrap));
+        sends.submit(&mut sent).unwrap();
+        takes.submit(&mut taken).unwrap();
+        for _ in 0..launches {
+            sending.launch(sends).unwrap();
+            taking.launch(takes).unwrap();
+        }
+        synchronize();
+        number += eager + 12 * launches;
+        for (part, number) in [(10, number - 1), (11, number)] {
+            let place = &ends.ranges[usize::from(number.is_multiple_of(2))];
+            let at = round + 8 * part;
+            assert!(
+                ends.places.to_vec()[place.start..][..8] == bytes[at..at + 8],
+                "{round}: message {number}"
+            );
+            assert_eq!(ends.inbox.len_of(number), Some(8), "{round}: message {number}");
+        }
+    }
+}
+
+/// A launch like the one before with these operations makes no calls for its kernels; an error names the message that is late.
+#[test]
+fn launches_that_only_count_change_no_kernels() {
+    own_process!();
+    let control = Control::take();
+    let gpus = [0, 1].map(|ordinal| crate::simulated::gpu(ordinal).unwrap());
+    let ends = Slots::new(&gpus[0], &gpus[1], &[64, 96]);
+    let stream = stream_on(&gpus[1], WAYS[0], Duration::from_millis(200));
+    let (from, _) = source(&gpus[0], 3);
+    let sends = stream_on(&gpus[0], WAYS[0], PATIENCE);
+    let (graph, _scratch) = captured_apart(&gpus[1], &stream, |batch, _| {
+        _ = batch.free_in_inbox(&ends.free);
+        _ = batch.take_from_inbox(&ends.inbox);
+        Ok(())
+    });
+    let mut calls = Vec::new();
+    for _ in 0..5 {
+        let mut sent = Batch::new();
+        (0..12).for_each(|_| _ = sent.send_to_inbox(&ends.to, &from, 0..8).unwrap());
+        sends.submit(&mut sent).unwrap();
+        graph.launch(&stream).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        calls.push(control.calls("cuGraphExecKernelNodeSetParams"));
+    }
+    assert_eq!(calls[3], calls[4], "{calls:?}");
+    graph.launch(&stream).unwrap();
+    let error = stream.synchronize(PATIENCE).unwrap_err().to_string();
+    assert!(error.contains(&format!("to reach {:#x}", 61_u64 << 33)), "{error}");
+}
+
 /// A message that does not fit into the place whose turn it is has no number.
 #[test]
 fn messages_that_do_not_fit_are_refused() {

@@ -324,17 +324,19 @@ struct Next {
 
     __device__ __forceinline__ u32 count() const { return !is_message() ? 1 : op.kind == PACK ? 4 : 3; }
 
-    __device__ __forceinline__ detail::Move move() const
+    // With `number` added to that of the message.
+    __device__ __forceinline__ detail::Move move(u64 number) const
     {
-        return {op.kind, first.addr, first.value, length.addr, length.value, op.addr, op.value, word};
+        return {op.kind, first.addr, first.value + number, length.addr, length.value, op.addr, op.value, word + number};
     }
 };
 
 // A program of messages, and of operations without waits. All threads do a message, and wait for it. Several blocks do one, and the last
-// one of them what is behind it.
-static __device__ void run_messages(const Head &at, const Op *ops)
+// one of them what is behind it. At `ahead`, unless it is 0, is what this launch of a graph adds to their numbers.
+static __device__ void run_messages(const Head &at, const Op *ops, u64 ahead)
 {
-    // Before the kernel ahead has ended.
+    // Before the kernel ahead has ended. The CPU writes it before it launches the graph.
+    const u64 number = ahead ? detail::load_64(ahead) << 33 : 0;
     const Head head = at;
     Next next(ops, 0, 3);
     follow();
@@ -348,14 +350,16 @@ static __device__ void run_messages(const Head &at, const Op *ops)
         i += now.count();
         next = Next(ops, min(i, count - 1), count - 1);
         if (!now.is_message()) {
+            Op op = now.first;
+            op.value += op.flags & NUMBERED ? number : 0;
             if (first)
-                detail::act(head, now.first, false, failed, &errors);
+                detail::act(head, op, false, failed, &errors);
             // A message has what was written before it.
             if (i < count && next.is_message())
                 __syncthreads();
             continue;
         }
-        const detail::Move move = now.move();
+        const detail::Move move = now.move(number);
         const detail::Outcome outcome = move.kind == PACK ? detail::pack_share(head, failed, move, thread, threads)
                                                           : detail::take_share(head, failed, move, thread, threads);
         const bool packs_direct = outcome == detail::DIRECT && move.kind == PACK;
@@ -394,20 +398,20 @@ static __device__ void run_messages(const Head &at, const Op *ops)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512) gds_message_12(const __grid_constant__ Parameter<12> program)
+extern "C" __global__ void __launch_bounds__(512) gds_message_12(const __grid_constant__ Parameter<12> program, u64 ahead)
 {
-    run_messages(program.head, program.ops);
+    run_messages(program.head, program.ops, ahead);
 }
 
-extern "C" __global__ void __launch_bounds__(512) gds_message_160(const __grid_constant__ Parameter<160> program)
+extern "C" __global__ void __launch_bounds__(512) gds_message_160(const __grid_constant__ Parameter<160> program, u64 ahead)
 {
-    run_messages(program.head, program.ops);
+    run_messages(program.head, program.ops, ahead);
 }
 
-extern "C" __global__ void __launch_bounds__(512) gds_message_at(u64 at)
+extern "C" __global__ void __launch_bounds__(512) gds_message_at(u64 at, u64 ahead)
 {
     const Parameter<160> &program = *(const Parameter<160> *)at;
-    run_messages(program.head, program.ops);
+    run_messages(program.head, program.ops, ahead);
 }
 
 // Behind a kernel of the application that runs steps: runs those that it has left, and marks the stream.

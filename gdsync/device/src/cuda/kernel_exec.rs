@@ -167,6 +167,8 @@ mod flag {
     pub(super) const EITHER: u16 = 64;
     /// A wait for a word that only grows.
     pub(super) const CREDIT: u16 = 128;
+    /// The value tells of a message, and has its number from bit 33 on.
+    pub(super) const NUMBERED: u16 = 256;
 }
 
 impl KernelOp {
@@ -208,7 +210,8 @@ impl KernelOp {
     /// `word` tells of it.
     #[inline]
     pub fn pack(wait: Self, (slot, place): (u64, u64), (from, len): (u64, u64), word: u64) -> [Self; 4] {
-        let told = Self { flags: flag::PEER | flag::DIRECT, ..Self::of(kind::WRITE_64, slot, word) };
+        let told = Self::by_kernel(kind::WRITE_64, slot, word).numbered();
+        let told = Self { flags: told.flags | flag::DIRECT, ..told };
         [
             wait.by_move(),
             Self::by_kernel(kind::LENGTH, place, len),
@@ -226,7 +229,14 @@ impl KernelOp {
 
     #[inline]
     fn by_move(self) -> Self {
-        Self { flags: self.flags | flag::PEER | flag::BY_MOVE, ..self }
+        Self { flags: self.flags | flag::PEER | flag::BY_MOVE | flag::NUMBERED, ..self }
+    }
+
+    /// This signal, which kernels for messages can make. Its value has the number of a message from bit 33 on.
+    #[inline]
+    #[must_use]
+    pub const fn numbered(self) -> Self {
+        Self { flags: self.flags | flag::NUMBERED, ..self }
     }
 
     /// Destination, source and length, if they begin with [`KernelOp::copy`].
@@ -338,6 +348,12 @@ impl KernelOp {
     #[inline]
     pub const fn is_message(&self) -> bool {
         matches!(self.kind, kind::PACK | kind::TAKE)
+    }
+
+    /// Whether its value tells of a message, for a kernel for messages.
+    #[inline]
+    pub const fn is_numbered(&self) -> bool {
+        self.flags & flag::NUMBERED != 0
     }
 
     /// Whether the kernels for messages do it.
@@ -458,7 +474,7 @@ pub struct Grid {
     /// Threads; 0 for the kernels without copies.
     threads: u32,
     /// Whether it is for the kernels for messages.
-    messages: bool,
+    pub messages: bool,
 }
 
 impl Grid {
@@ -488,7 +504,8 @@ impl Grid {
             _ => Self::of_copy(0),
         });
         let widest = grids.max().unwrap_or(Self::SINGLE);
-        Self { messages: ops.iter().any(KernelOp::is_message), ..widest }
+        let messages = ops.iter().any(KernelOp::is_numbered) && ops.iter().all(KernelOp::goes_with_messages);
+        Self { messages, ..widest }
     }
 
     /// The grid for a copy of `len` bytes.
@@ -593,10 +610,10 @@ impl KernelExecutor {
         follows: bool,
     ) -> gdrcopy::Result<()> {
         let grid = Grid::of(ops);
-        self.with_program(grid, head, ops, |function, params| {
+        self.with_program(grid, (head, 0), ops, |function, params| {
             // Many blocks do not wait, as they would hold multiprocessors meanwhile.
             let programmatic = follows && self.programmatic && grid.may_wait();
-            // SAFETY: the function takes this one parameter.
+            // SAFETY: the function takes these parameters, or the first one.
             unsafe { launch(api, function, grid, stream, params, programmatic) }
         })
     }
@@ -611,7 +628,8 @@ impl KernelExecutor {
         unsafe { launch(api, self.finish, Grid::SINGLE, stream, params.as_mut_ptr(), false) }
     }
 
-    /// Sets the operations of a kernel node of a graph, of this grid, from the next launch on. The context must be current.
+    /// Sets the operations of a kernel node of a graph, of this grid, from the next launch on. At `ahead`, unless it is 0, is what the
+    /// launch adds to the numbers of messages. The context must be current.
     ///
     /// # Errors
     /// Of CUDA.
@@ -620,11 +638,11 @@ impl KernelExecutor {
         api: &Api,
         (graph, node): (Handle, Handle),
         grid: Grid,
-        head: Head,
+        (head, ahead): (Head, u64),
         ops: &[KernelOp],
     ) -> gdrcopy::Result<()> {
-        self.with_program(grid, head, ops, |function, params| {
-            // SAFETY: a graph and a node of it, as the caller says, and the one parameter of the function, which the
+        self.with_program(grid, (head, ahead), ops, |function, params| {
+            // SAFETY: a graph and a node of it, as the caller says, and the parameters of the function, or more, which the
             // driver copies.
             unsafe {
                 api.graph_exec_kernel_node_set_params(graph, node, &node_params(function, grid, params))
@@ -632,7 +650,8 @@ impl KernelExecutor {
         })
     }
 
-    /// Sets a kernel node of a graph to run the program at this address of the GPU, of this grid. The context must be current.
+    /// Sets a kernel node of a graph to run the program at this address of the GPU, of this grid. `ahead` and the context as for
+    /// [`KernelExecutor::arm`].
     ///
     /// # Errors
     /// Of CUDA.
@@ -641,13 +660,13 @@ impl KernelExecutor {
         api: &Api,
         (graph, node): (Handle, Handle),
         grid: Grid,
-        mut address: u64,
+        (mut address, mut ahead): (u64, u64),
     ) -> gdrcopy::Result<()> {
-        let mut params = [(&raw mut address).cast::<c_void>()];
+        let mut params = [(&raw mut address).cast::<c_void>(), (&raw mut ahead).cast()];
         let at = self.of(grid).at;
         let grid = Grid { threads: grid.threads.max(FETCHERS), ..grid };
         let node_params = node_params(at, grid, params.as_mut_ptr());
-        // SAFETY: a graph and a node of it, as the caller says; the driver copies the one parameter of the function.
+        // SAFETY: a graph and a node of it, as the caller says; the driver copies the parameters of the function.
         unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params) }
     }
 
@@ -665,12 +684,12 @@ impl KernelExecutor {
     fn with_program<T>(
         &self,
         grid: Grid,
-        head: Head,
+        head: (Head, u64),
         ops: &[KernelOp],
         call: impl FnOnce(Handle, *mut *mut c_void) -> T,
     ) -> T {
         fn sized<const N: usize, T>(
-            head: Head,
+            (head, mut ahead): (Head, u64),
             ops: &[KernelOp],
             call: impl FnOnce(*mut *mut c_void) -> T,
         ) -> T {
@@ -681,7 +700,7 @@ impl KernelExecutor {
             for (slot, op) in program.ops.iter_mut().zip(ops) {
                 slot.write(*op);
             }
-            let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
+            let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>(), (&raw mut ahead).cast()];
             call(params.as_mut_ptr())
         }
         let kernels = self.of(grid);
@@ -760,7 +779,10 @@ mod tests {
         assert_eq!([kind::PACK, kind::TAKE], [13, 14]);
         let [near, last, peer, found] = [flag::NEAR, flag::LAST, flag::PEER, flag::FOUND];
         let [direct, by_move, either, credit] = [flag::DIRECT, flag::BY_MOVE, flag::EITHER, flag::CREDIT];
-        let more = format!("DIRECT = {direct}, BY_MOVE = {by_move}, EITHER = {either}, CREDIT = {credit}");
+        let numbered = flag::NUMBERED;
+        let more = format!(
+            "DIRECT = {direct}, BY_MOVE = {by_move}, EITHER = {either}, CREDIT = {credit}, NUMBERED = {numbered}"
+        );
         let flags = format!(
             "enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer}, FOUND = {found}, {more} }};"
         );
@@ -804,7 +826,7 @@ mod tests {
     #[test]
     fn the_kernels_take_what_is_passed() {
         let (small, large) = (size_of::<Parameter<SMALL>>(), size_of::<Parameter<LARGE>>());
-        for (kernel, parameter) in [
+        for (kernel, parameters) in [
             ("gds_run_12", format!(".align 8 .b8 gds_run_12_param_0[{small}]")),
             ("gds_run_160", format!(".align 8 .b8 gds_run_160_param_0[{large}]")),
             ("gds_run_at", ".u64 gds_run_at_param_0".to_owned()),
@@ -816,7 +838,9 @@ mod tests {
             ("gds_message_at", ".u64 gds_message_at_param_0".to_owned()),
             ("gds_finish", ".u64 gds_finish_param_0".to_owned()),
         ] {
-            let entry = format!(".visible .entry {kernel}(\n\t.param {parameter}\n)");
+            let ahead = format!(",\n\t.param .u64 {kernel}_param_1");
+            let ahead = if kernel.starts_with("gds_message") { ahead } else { String::new() };
+            let entry = format!(".visible .entry {kernel}(\n\t.param {parameters}{ahead}\n)");
             assert!(PTX.contains(&entry), "{entry}");
         }
     }

@@ -11,7 +11,7 @@ use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, EdgeData, Handle};
 
-use super::instance::{Launching, Pool};
+use super::instance::{Launching, Made, Pool};
 use super::plan::{self, ByKernel, Call, Plan};
 use super::shared::{CompletedSubmissions, MARK_EVERY, Shared, SubmitGuard};
 use crate::stream::graph::EngineGraph;
@@ -172,11 +172,12 @@ impl Shared {
         let steps = plan::steps(&self.gpu, ops, exec.by_kernel)?;
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.begin(guard, true)?;
-        let mut launching = exec.pool.prepare(&self.gpu, &steps, &kept, exec.by_kernel)?;
+        let mut launching = exec.pool.lock();
         let count = 1 + launching.nodes();
         let instance = self.instance(guard, &exec.pool)?;
         let seq = self.submitted() + 1;
-        instance.arm(self.head(seq), &mut launching)?;
+        let made = Made { gpu: &self.gpu, by_kernel: exec.by_kernel, steps: &steps, kept: &kept };
+        exec.pool.arm(&instance, &mut launching, self.head(seq), &made)?;
         self.enqueue(guard, &mut done, (count, 0), (ops, Some((instance.clone(), kept))))?;
         // SAFETY: the queued submission keeps the instance, and all memory that its nodes access, alive.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
@@ -349,7 +350,9 @@ impl Shared {
         let mut done = CompletedSubmissions::nothing();
         let _joined = self.begin(guard, true)?;
         let Some(kernel_exec) = &self.kernel_exec else { return Err(other_executor()) };
-        let launching = step_pool.pool.prepare(&self.gpu, &steps, &kept, ByKernel::ALL)?;
+        let mut launching = step_pool.pool.lock();
+        let made = Made { gpu: &self.gpu, by_kernel: ByKernel::ALL, steps: &steps, kept: &kept };
+        step_pool.pool.put(&mut launching, &made)?;
         let instance = self.instance(guard, &step_pool.pool)?;
         let seq = self.submitted() + 1;
         let addr = instance.arm_steps(self.head(seq), &launching, self.mark_of(seq))?;

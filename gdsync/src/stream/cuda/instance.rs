@@ -4,10 +4,13 @@
 //! operations, and kernel parameters. That is one call per node, plus more driver work at launch. So a graph with
 //! several kernels reads their operations from memory, which each launch writes at once. Such a graph has several
 //! instances, because pending launches still read theirs.
+//!
+//! Most graphs of channels and windows stay the same but for the numbers of messages, which all go up by as much in each launch. Such a
+//! launch writes by how much, and the kernels add it. A short program of such a graph is a parameter of its kernel: quicker than memory.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, OnceLock};
 use std::{mem, slice};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -17,8 +20,9 @@ use gdrcopy::cuda::raw::layout::{Handle, MemOpNodeParams};
 
 use super::plan::{self, ByKernel, Call, Slot, Slots};
 use crate::stream::op::{Kept, Op};
+use crate::stream::order::{Number, Numbers};
 use gdsync_device::cuda::Gpu;
-use gdsync_device::cuda::kernel_exec::{self, Grid, Head, KernelExecutor, KernelOp};
+use gdsync_device::cuda::kernel_exec::{self, Grid, Head, KernelExecutor, KernelOp, SMALL};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 
@@ -31,6 +35,8 @@ const INSTANCES: usize = 3;
 pub(super) struct Pool {
     instances: Vec<Arc<Instance>>,
     slots: Slots,
+    /// Places of each order of messages, if numbers are all that differs between launches. Known from the first launch on.
+    places: OnceLock<Option<Vec<u64>>>,
     /// Locked while a launch takes an instance and writes its operations, until it is queued.
     launching: Mutex<Launching>,
 }
@@ -43,6 +49,14 @@ pub(super) struct Launching {
     ops: Vec<KernelOp>,
     /// As [`Programs`] have them.
     image: Vec<u8>,
+}
+
+/// What a launch has made anew, and what it has kept.
+pub(super) struct Made<'a> {
+    pub(super) gpu: &'a Gpu,
+    pub(super) by_kernel: ByKernel,
+    pub(super) steps: &'a [KernelOp],
+    pub(super) kept: &'a Kept,
 }
 
 /// A graph node, or a step of a kernel: one call of a captured batch, or of several.
@@ -64,20 +78,45 @@ pub(super) struct Instance {
     /// 0 without a graph.
     exec: Handle,
     programs: Option<Programs>,
+    /// What its operations were written for, if numbers are all that differs between launches.
+    written: Mutex<Option<Written>>,
 }
 
-/// The operations of all kernels of an instance, in memory that the GPU reads.
+/// The stream of a launch, by its head, and the last number of each order of messages before it.
+#[derive(Debug)]
+struct Written {
+    status: u64,
+    limit_ns: u64,
+    numbers: Numbers,
+}
+
+impl Written {
+    /// By how much the numbers of a launch are ahead, if that is all that differs: the place that comes next is the same in each order.
+    fn ahead(&self, head: &Head, numbers: &[u64], places: &[u64]) -> Option<u64> {
+        let each =
+            || numbers.iter().zip(&self.numbers).map(|(number, written)| number.wrapping_sub(*written));
+        let ahead = each().next().unwrap_or(0);
+        let is_same = (self.status, self.limit_ns) == (head.status, head.limit_ns)
+            && each().zip(places).all(|(each, places)| each == ahead && each % places == 0);
+        is_same.then_some(ahead)
+    }
+}
+
+/// The operations of all kernels of an instance, in memory that the GPU reads; of a graph behind what a launch adds to numbers.
 #[derive(Debug)]
 struct Programs {
     memory: Memory,
-    /// Their GPU address.
+    /// Its GPU address.
     addr: u64,
 }
+
+/// Bytes before the operations of a graph.
+const AHEAD: usize = 16;
 
 impl Pool {
     fn new(instances: Vec<Instance>, (launching, slots): (Launching, Slots)) -> Self {
         let instances = instances.into_iter().map(Arc::new).collect();
-        Self { instances, slots, launching: Mutex::new(launching) }
+        Self { instances, slots, places: OnceLock::new(), launching: Mutex::new(launching) }
     }
 
     /// Creates the instances of a graph with these nodes.
@@ -91,13 +130,13 @@ impl Pool {
         let in_memory =
             kernel_exec.is_some() && nodes.len() >= IN_MEMORY && nodes.iter().all(|node| node.grid.is_some());
         let one = || {
-            let mut instance =
-                Instance { gpu: gpu.clone(), kernel_exec: kernel_exec.cloned(), exec: 0, programs: None };
+            let mut instance = Instance::new(gpu, kernel_exec, None);
             // SAFETY: `exec` is a place for the answer; `graph` is valid; no flags.
             gpu.within(|api| unsafe { api.graph_instantiate(&mut instance.exec, graph, 0) })
                 .map_err(Error::cuda("instantiating a graph"))?;
             if in_memory {
-                instance.programs = Some(Programs::new(gpu, nodes.iter().map(room).sum())?);
+                let len = AHEAD + nodes.iter().map(room).sum::<usize>();
+                instance.programs = Some(Programs::new(gpu, len)?);
                 instance.point(nodes)?;
             }
             Ok::<_, Error>(instance)
@@ -118,26 +157,52 @@ impl Pool {
     /// Allocates programs for steps.
     pub(super) fn of_steps(gpu: &Gpu, (launching, slots): (Launching, Slots)) -> Result<Self> {
         let len = kernel_exec::room_of_steps(launching.nodes.iter().map(|node| node.ops.len()));
-        let one = |_| {
-            let programs = Some(Programs::new(gpu, len)?);
-            Ok(Instance { gpu: gpu.clone(), kernel_exec: None, exec: 0, programs })
-        };
+        let one = |_| Ok(Instance::new(gpu, None, Some(Programs::new(gpu, len)?)));
         Ok(Self::new((0..INSTANCES).map(one).collect::<Result<_>>()?, (launching, slots)))
     }
 
-    /// Locks the pool, with the steps of a launch that were made anew, and those of the messages that were kept. Hold the lock from
-    /// [`Pool::free`] until the launch is queued.
+    /// Locks the pool. Hold the lock from [`Pool::free`] until the launch is queued.
+    pub(super) fn lock(&self) -> MutexGuard<'_, Launching> {
+        self.launching.lock()
+    }
+
+    /// Gives a free instance the operations of a launch.
+    ///
+    /// # Errors
+    /// As [`Pool::put`].
+    pub(super) fn arm(
+        &self,
+        instance: &Instance,
+        launching: &mut Launching,
+        head: Head,
+        made: &Made<'_>,
+    ) -> Result<()> {
+        let Some(places) = self.places(launching, made.kept).filter(|_| instance.is_in_memory()) else {
+            self.put(launching, made)?;
+            return instance.arm(head, launching);
+        };
+        let numbers = &made.kept.numbers;
+        let mut written = instance.written.lock();
+        let ahead = match written.as_ref().and_then(|written| written.ahead(&head, numbers, places)) {
+            Some(ahead) => ahead,
+            None => {
+                *written = None;
+                self.put(launching, made)?;
+                instance.arm_for_all(head, launching)?;
+                let Head { status, limit_ns, .. } = head;
+                *written = Some(Written { status, limit_ns, numbers: numbers.clone() });
+                0
+            }
+        };
+        if numbers.is_empty() { Ok(()) } else { instance.set_ahead(ahead) }
+    }
+
+    /// Puts the steps of a launch among the operations.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for other steps than were captured.
-    pub(super) fn prepare(
-        &self,
-        gpu: &Gpu,
-        steps: &[KernelOp],
-        kept: &Kept,
-        by_kernel: ByKernel,
-    ) -> Result<MutexGuard<'_, Launching>> {
-        let mut launching = self.launching.lock();
+    pub(super) fn put(&self, launching: &mut Launching, made: &Made<'_>) -> Result<()> {
+        let Made { gpu, by_kernel, steps, kept } = made;
         let ops = &mut launching.ops;
         let (mut own, mut of_messages) = (self.slots.own.iter(), self.slots.of_messages.iter());
         let mut refused = put(ops, steps, &mut own);
@@ -151,9 +216,35 @@ impl Pool {
             })?;
         }
         match refused {
-            None if own.len() + of_messages.len() == 0 => Ok(launching),
+            None if own.len() + of_messages.len() == 0 => Ok(()),
             refusal => Err(refusal.unwrap_or(other_operations)()),
         }
+    }
+
+    /// Places of each order of messages, if numbers are all that differs between launches: kernels for messages do all that depends on
+    /// them, and a launch has as many messages of each order, for each place as many.
+    fn places(&self, launching: &Launching, kept: &Kept) -> Option<&[u64]> {
+        let find = || {
+            let Slots { own, of_messages } = &self.slots;
+            let adds = |op: &KernelOp| op.is_numbered() || !(op.is_wait() || op.is_fenced());
+            let is_same = |slot: &Slot| matches!(slot, Slot::At(at) if adds(&launching.ops[*at]));
+            let is_added = |(node, ops): (&Node, &[KernelOp])| {
+                node.grid.is_some_and(|grid| grid.messages) || !ops.iter().any(KernelOp::is_numbered)
+            };
+            let (mut places, mut last) = (vec![1; kept.numbers.len()], vec![0; kept.numbers.len()]);
+            for op in kept.ops.iter().flatten() {
+                if let Op::Message(message) = op {
+                    let Number { order, nth } = message.taken;
+                    (places[order], last[order]) = (message.places() as u64, nth);
+                }
+            }
+            let is_same = own.is_empty()
+                && of_messages.iter().all(is_same)
+                && launching.programs().all(is_added)
+                && last.iter().zip(&places).all(|(nth, places)| *nth == last[0] && nth % places == 0);
+            is_same.then_some(places)
+        };
+        self.places.get_or_init(find).as_deref()
     }
 
     /// A free instance. The caller holds the pool's lock.
@@ -168,6 +259,11 @@ impl Pool {
 }
 
 impl Instance {
+    fn new(gpu: &Gpu, kernel_exec: Option<&Arc<KernelExecutor>>, programs: Option<Programs>) -> Self {
+        let kernel_exec = kernel_exec.cloned();
+        Self { gpu: gpu.clone(), kernel_exec, exec: 0, programs, written: Mutex::default() }
+    }
+
     pub(super) fn handle(&self) -> Handle {
         self.exec
     }
@@ -191,10 +287,10 @@ impl Instance {
     /// Sets the program addresses of its kernels.
     fn point(&self, nodes: &[Node]) -> Result<()> {
         let (Some(kernel_exec), Some(programs)) = (&self.kernel_exec, &self.programs) else { return Ok(()) };
-        let mut addr = programs.addr;
+        let mut addr = programs.addr + AHEAD as u64;
         let mut point = |api: &Api, node: &Node| {
             let Some(grid) = node.grid else { return Ok(()) };
-            kernel_exec.point(api, (self.exec, node.handle), grid, addr)?;
+            kernel_exec.point(api, (self.exec, node.handle), grid, (addr, 0))?;
             addr += room(node) as u64;
             Ok(())
         };
@@ -209,15 +305,44 @@ impl Instance {
             return armed.map_err(Error::cuda("preparing a graph"));
         };
         let mut image = mem::take(&mut launching.image);
-        image.resize(programs.memory.len(), 0);
+        image.resize(programs.memory.len() - AHEAD, 0);
         let mut rest = &mut image[..];
         for (node, ops) in launching.programs() {
             kernel_exec::put(rest, head, ops);
             rest = &mut rest[room(node)..];
         }
-        programs.write(&image)?;
+        programs.write(AHEAD, &image)?;
         launching.image = image;
         Ok(())
+    }
+
+    /// Writes operations that are the same in all launches but for numbers.
+    fn arm_for_all(&self, head: Head, launching: &mut Launching) -> Result<()> {
+        let (Some(kernel_exec), Some(programs)) = (&self.kernel_exec, &self.programs) else { return Ok(()) };
+        let head = Head { submission: self.tag(), ..head };
+        self.arm(head, launching)?;
+        let mut addr = programs.addr + AHEAD as u64;
+        let mut arm = |api: &Api, (node, ops): (&Node, &[KernelOp])| {
+            let (at, Some(grid)) = ((self.exec, node.handle), node.grid) else { return Ok(()) };
+            let program = addr;
+            addr += room(node) as u64;
+            match ops.len() <= SMALL {
+                true => kernel_exec.arm(api, at, grid, (head, programs.addr), ops),
+                false => kernel_exec.point(api, at, grid, (program, programs.addr)),
+            }
+        };
+        let armed = self.gpu.within(|api| launching.programs().try_for_each(|program| arm(api, program)));
+        armed.map_err(Error::cuda("preparing a graph"))
+    }
+
+    /// Writes what the next launch adds to the numbers of messages.
+    fn set_ahead(&self, ahead: u64) -> Result<()> {
+        self.programs.as_ref().map_or(Ok(()), |programs| programs.write(0, &ahead.to_ne_bytes()))
+    }
+
+    /// What kernels tell in place of the number of their submission, where operations are for all launches: one of them is pending.
+    pub(super) fn tag(&self) -> u64 {
+        self.programs.as_ref().map_or(0, |programs| programs.addr | 1 << 63)
     }
 
     /// Writes the steps of a launch into its memory. Returns their GPU address.
@@ -225,14 +350,14 @@ impl Instance {
         let Some(programs) = &self.programs else { return Ok(0) };
         let mut image = vec![0; programs.memory.len()];
         kernel_exec::put_steps(&mut image, head, launching.programs().map(|(_, ops)| ops), mark);
-        programs.write(&image).map(|()| programs.addr)
+        programs.write(0, &image).map(|()| programs.addr)
     }
 
     fn arm_each(&self, api: &Api, head: Head, launching: &Launching) -> gdrcopy::Result<()> {
         for (node, ops) in launching.programs() {
             match (node.grid, &self.kernel_exec) {
                 (Some(grid), Some(kernel_exec)) => {
-                    kernel_exec.arm(api, (self.exec, node.handle), grid, head, ops)?;
+                    kernel_exec.arm(api, (self.exec, node.handle), grid, (head, 0), ops)?;
                 }
                 _ if ops.is_empty() => {}
                 _ => self.arm_memops(api, node.handle, ops)?,
@@ -275,8 +400,8 @@ impl Programs {
         Ok(Self { memory, addr })
     }
 
-    fn write(&self, image: &[u8]) -> Result<()> {
-        self.memory.write(0, image)?;
+    fn write(&self, at: usize, image: &[u8]) -> Result<()> {
+        self.memory.write(at, image)?;
         self.memory.fence();
         Ok(())
     }

@@ -274,7 +274,11 @@ impl Shared {
         }
         let GivenUp { submission, word } = self.status.given_up()?;
         let state = self.lock();
-        let found = state.queue.iter().find(|known| known.seq == submission);
+        let is_it = |known: &&Submission| {
+            known.seq == submission
+                || known.launched.as_ref().is_some_and(|(instance, _)| instance.tag() == submission)
+        };
+        let found = state.queue.iter().find(is_it);
         let waits = || found.into_iter().flat_map(waits_of).filter(|(_, wait)| self.is_at(wait, word));
         // It may have come for others before.
         let wait =
