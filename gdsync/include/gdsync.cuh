@@ -405,6 +405,8 @@ static __device__ __forceinline__ void store_line(u64 to, u32 len, u64 data)
 struct Move {
     u32 kind;
     u64 awaited, least, place, len, to, from, word;
+    // To be added to what tells of the message. It may still be on its way.
+    u64 ahead;
 };
 
 static __device__ __forceinline__ bool is_move(u32 kind)
@@ -444,15 +446,15 @@ static __device__ __noinline__ void copy_direct(u64 to, u64 from, u64 len, u64 t
 static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 failed, const Move &move, u32 thread, u32 threads)
 {
     const u32 len = (u32)move.len, count = (len + 7) / 8;
-    const u64 flag = (u64)flag_of(move.word) << 32;
     u32 i = thread;
     u64 start = 0;
     // The first data come while it waits.
     u64 data = i < count ? load_line(move.from + 8ull * i, len - 8 * i) : 0;
-    u64 word;
     // The peer has zeroed the lines before it wrote the word.
+    u64 word = acquire_64(move.awaited);
+    const u64 least = move.least + move.ahead, told = move.word + move.ahead;
 #pragma unroll 1
-    for (u32 rounds = 0; (long long)((word = acquire_64(move.awaited)) - move.least) < 0 && !failed;)
+    for (u32 rounds = 0; (long long)(word - least) < 0 && !failed; word = acquire_64(move.awaited))
         if (!goes_on(head, &rounds, &start))
             return MISSED;
     if (failed)
@@ -464,7 +466,8 @@ static __device__ __forceinline__ Outcome pack_share(const Head &head, u32 faile
         return outcome;
     }
     if (thread == 0)
-        store_64(move.to, move.word | IN_LINES);
+        store_64(move.to, told | IN_LINES);
+    const u64 flag = (u64)flag_of(told) << 32;
 #pragma unroll 1
     while (i < count) {
         asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(move.to + LINES + 16ull * i), "l"(data & 0xffffffff | flag),
@@ -493,7 +496,7 @@ static __device__ __forceinline__ Outcome take_share(const Head &head, u32 faile
                          : "memory");
         if (failed)
             return MISSED;
-        if (!flag && (long long)(word - move.least) >= 0) {
+        if (!flag && (long long)(word - (move.least + move.ahead)) >= 0) {
             if (!(word & IN_LINES))
                 return direct(head, move.from);
             // The peer wrote it.
@@ -665,7 +668,7 @@ private:
                 published = false;
                 if (failed)
                     continue;
-                const detail::Move next{op.kind, wait.addr, wait.value, length.addr, length.value, op.addr, op.value, coming.value};
+                const detail::Move next{op.kind, wait.addr, wait.value, length.addr, length.value, op.addr, op.value, coming.value, 0};
                 if (move) {
                     *move = next;
                     is_within = true;

@@ -82,7 +82,7 @@ fn run(params: &[*mut c_void], copies: bool) {
     let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(low(head.count)).unwrap()) };
     // SAFETY: an address.
     let ahead = params.get(1).map_or(0, |at| unsafe { at.cast::<u64>().read() });
-    let ahead = if ahead == 0 { 0 } else { word64(ahead).load(Ordering::SeqCst) << 33 };
+    let ahead = if ahead == 0 { 0 } else { word64(ahead).load(Ordering::SeqCst) };
     let numbered = |op: Op| match op.flags & NUMBERED {
         0 => op,
         _ => Op { value: op.value.wrapping_add(ahead), ..op },

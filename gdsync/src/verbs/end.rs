@@ -265,8 +265,8 @@ impl QpCore {
         let Some((rank, traffic)) = self.log.rank() else {
             return format!("a word of the peer of {self:?} (it is {word:#x}) to reach {value:#x}");
         };
-        // Free places are counted from the second bit on: see `stream::Inbox`.
-        let fix = fix(traffic, Queue::Receive, rank, word >> 1);
+        // Free places are counted from bit 33 on: see `stream::Inbox`.
+        let fix = fix(traffic, Queue::Receive, rank, word >> 33);
         let awaited = traffic.awaited(Queue::Receive, rank);
         format!("{awaited} (a word of {self:?}, which is {word:#x}, to reach {value:#x}); {fix}")
     }

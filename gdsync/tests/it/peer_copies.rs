@@ -303,7 +303,7 @@ fn late_places_are_named() {
     (0..2).for_each(|_| _ = batch.send_to_inbox(&ends.to, &from, 0..8).unwrap());
     sends.submit(&mut batch).unwrap();
     let error = sends.synchronize(PATIENCE).unwrap_err().to_string();
-    assert!(error.contains("to reach 0x4"), "{error}");
+    assert!(error.contains("to reach 0x400000000"), "{error}");
 }
 
 /// Writes, and other messages, in one kernel with a message.

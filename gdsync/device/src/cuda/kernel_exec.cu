@@ -324,19 +324,23 @@ struct Next {
 
     __device__ __forceinline__ u32 count() const { return !is_message() ? 1 : op.kind == PACK ? 4 : 3; }
 
-    // With `number` added to that of the message.
-    __device__ __forceinline__ detail::Move move(u64 number) const
+    __device__ __forceinline__ detail::Move move(u64 ahead) const
     {
-        return {op.kind, first.addr, first.value + number, length.addr, length.value, op.addr, op.value, word + number};
+        return {op.kind, first.addr, first.value, length.addr, length.value, op.addr, op.value, word, ahead};
     }
 };
 
 // A program of messages, and of operations without waits. All threads do a message, and wait for it. Several blocks do one, and the last
-// one of them what is behind it. At `ahead`, unless it is 0, is what this launch of a graph adds to their numbers.
-static __device__ void run_messages(const Head &at, const Op *ops, u64 ahead)
+// one of them what is behind it. At `where`, unless it is 0, is what this launch of a graph adds to what tells of them.
+static __device__ void run_messages(const Head &at, const Op *ops, u64 where)
 {
-    // Before the kernel ahead has ended. The CPU writes it before it launches the graph.
-    const u64 number = ahead ? detail::load_64(ahead) << 33 : 0;
+    // Before the kernel ahead has ended. The CPU writes it before it launches the graph. Without a branch, which would wait for it.
+    u64 ahead;
+    asm volatile("{\n\t.reg .pred p;\n\t.reg .u64 t;\n\tsetp.ne.u64 p, %1, 0;\n\tmov.u64 t, 0;\n\t"
+                 "@p ld.relaxed.sys.global.u64 t, [%1];\n\tmov.u64 %0, t;\n\t}"
+                 : "=l"(ahead)
+                 : "l"(where)
+                 : "memory");
     const Head head = at;
     Next next(ops, 0, 3);
     follow();
@@ -351,7 +355,7 @@ static __device__ void run_messages(const Head &at, const Op *ops, u64 ahead)
         next = Next(ops, min(i, count - 1), count - 1);
         if (!now.is_message()) {
             Op op = now.first;
-            op.value += op.flags & NUMBERED ? number : 0;
+            op.value += op.flags & NUMBERED ? ahead : 0;
             if (first)
                 detail::act(head, op, false, failed, &errors);
             // A message has what was written before it.
@@ -359,7 +363,7 @@ static __device__ void run_messages(const Head &at, const Op *ops, u64 ahead)
                 __syncthreads();
             continue;
         }
-        const detail::Move move = now.move(number);
+        const detail::Move move = now.move(ahead);
         const detail::Outcome outcome = move.kind == PACK ? detail::pack_share(head, failed, move, thread, threads)
                                                           : detail::take_share(head, failed, move, thread, threads);
         const bool packs_direct = outcome == detail::DIRECT && move.kind == PACK;
@@ -394,24 +398,24 @@ static __device__ void run_messages(const Head &at, const Op *ops, u64 ahead)
             alone = true;
         }
         if (packs_direct && first)
-            detail::act(head, Op{WRITE_64, 0, 0, move.to, move.word}, false, failed, &errors);
+            detail::act(head, Op{WRITE_64, 0, 0, move.to, move.word + move.ahead}, false, failed, &errors);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512) gds_message_12(const __grid_constant__ Parameter<12> program, u64 ahead)
+extern "C" __global__ void __launch_bounds__(512) gds_message_12(const __grid_constant__ Parameter<12> program, u64 where)
 {
-    run_messages(program.head, program.ops, ahead);
+    run_messages(program.head, program.ops, where);
 }
 
-extern "C" __global__ void __launch_bounds__(512) gds_message_160(const __grid_constant__ Parameter<160> program, u64 ahead)
+extern "C" __global__ void __launch_bounds__(512) gds_message_160(const __grid_constant__ Parameter<160> program, u64 where)
 {
-    run_messages(program.head, program.ops, ahead);
+    run_messages(program.head, program.ops, where);
 }
 
-extern "C" __global__ void __launch_bounds__(512) gds_message_at(u64 at, u64 ahead)
+extern "C" __global__ void __launch_bounds__(512) gds_message_at(u64 at, u64 where)
 {
     const Parameter<160> &program = *(const Parameter<160> *)at;
-    run_messages(program.head, program.ops, ahead);
+    run_messages(program.head, program.ops, where);
 }
 
 // Behind a kernel of the application that runs steps: runs those that it has left, and marks the stream.

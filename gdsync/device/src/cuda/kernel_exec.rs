@@ -350,6 +350,12 @@ impl KernelOp {
         matches!(self.kind, kind::PACK | kind::TAKE)
     }
 
+    /// What a kernel adds to what tells of a message for one that comes so many later.
+    #[inline]
+    pub const fn ahead(messages: u64) -> u64 {
+        messages << 33
+    }
+
     /// Whether its value tells of a message, for a kernel for messages.
     #[inline]
     pub const fn is_numbered(&self) -> bool {
@@ -629,7 +635,7 @@ impl KernelExecutor {
     }
 
     /// Sets the operations of a kernel node of a graph, of this grid, from the next launch on. At `ahead`, unless it is 0, is what the
-    /// launch adds to the numbers of messages. The context must be current.
+    /// launch adds to what tells of messages. The context must be current.
     ///
     /// # Errors
     /// Of CUDA.

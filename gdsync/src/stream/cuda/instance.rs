@@ -335,9 +335,10 @@ impl Instance {
         armed.map_err(Error::cuda("preparing a graph"))
     }
 
-    /// Writes what the next launch adds to the numbers of messages.
-    fn set_ahead(&self, ahead: u64) -> Result<()> {
-        self.programs.as_ref().map_or(Ok(()), |programs| programs.write(0, &ahead.to_ne_bytes()))
+    /// Writes what the next launch adds to what tells of messages.
+    fn set_ahead(&self, numbers: u64) -> Result<()> {
+        let ahead = KernelOp::ahead(numbers).to_ne_bytes();
+        self.programs.as_ref().map_or(Ok(()), |programs| programs.write(0, &ahead))
     }
 
     /// What kernels tell in place of the number of their submission, where operations are for all launches: one of them is pending.
