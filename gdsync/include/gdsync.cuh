@@ -39,7 +39,7 @@ enum Cond : u32 { GEQ, EQ, AND, NOR };
 // a receive; a COPY is into it then, and `addr` is the table of what is open; a wait, only if nothing was copied. DIRECT: only if the
 // last PACK was into the place. BY_MOVE: a wait that the PACK or TAKE behind it does, in each thread. EITHER: a wait that is over, too,
 // when the word of the WAIT_64 behind it has the upper half of its value; no step of an application has it. CREDIT: a wait for a word
-// that only grows. NUMBERED: the value tells of a message, and has its number from bit 33 on.
+// that only grows. NUMBERED: the value announces a message, and has its number from bit 33 on.
 enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8, DIRECT = 16, BY_MOVE = 32, EITHER = 64, CREDIT = 128, NUMBERED = 256 };
 
 struct Op {
@@ -57,7 +57,7 @@ struct Status {
     u32 failed;
     // Completions with errors that waits have met.
     u32 errors;
-    // The wait that failed: the number of its submission, and its word.
+    // The wait that failed: its submission as the head has it, and its word.
     u64 submission;
     u64 word;
 };
@@ -65,6 +65,7 @@ struct Status {
 struct Head {
     Status *status;
     u64 limit_ns;
+    // Its number, or that of a graph whose launches have the same operations.
     u64 submission;
     // Operations that follow, and in the upper half the index of the first FIND; of a program of steps, steps.
     u64 count;
@@ -405,7 +406,7 @@ static __device__ __forceinline__ void store_line(u64 to, u32 len, u64 data)
 struct Move {
     u32 kind;
     u64 awaited, least, place, len, to, from, word;
-    // To be added to what tells of the message. It may still be on its way.
+    // To be added to the word that announces the message. It may still be on its way.
     u64 ahead;
 };
 

@@ -4,7 +4,7 @@
 //! ([`PeerInbox`]). The kernel of the sender's stream stores a message into the *lines* of its slot, half data and half flags; that of
 //! the receiver's stream takes it from there to its place as it comes. Other streams than those of kernels, and longer messages, copy
 //! into the place and then tell of it, as [`Batch::put_peer`] does. The sender waits for a word of its own GPU, which
-//! tells of free places and whether the receiver takes messages from lines. The format is in `gdsync.cuh`.
+//! tells of free places and whether the receiver takes messages from lines. The format of slots is in `gdsync.cuh`.
 
 use std::fmt;
 use std::ops::Range;
@@ -202,7 +202,7 @@ impl Message {
         }
     }
 
-    /// Places that messages of its order are for in turn.
+    /// Places that messages of its order are for in turn; one where the place does not matter.
     pub(super) fn places(&self) -> usize {
         match &self.does {
             Does::Send(to, _) => to.places.len(),

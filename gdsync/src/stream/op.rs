@@ -167,6 +167,7 @@ impl Op {
         match self {
             Op::Await(source, n) => source.awaited(*n),
             Op::Wait32 { at, value, .. } => Some(Awaited::word(at.addr(), (*value).into())),
+            Op::Message(message) => message.wait().map(|(at, _)| Awaited::word(at.addr(), message.number)),
             _ => self.wait64().map(|(at, value, _)| Awaited::word(at.addr(), value)),
         }
     }

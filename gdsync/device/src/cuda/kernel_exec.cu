@@ -331,10 +331,10 @@ struct Next {
 };
 
 // A program of messages, and of operations without waits. All threads do a message, and wait for it. Several blocks do one, and the last
-// one of them what is behind it. At `where`, unless it is 0, is what this launch of a graph adds to what tells of them.
+// one of them what is behind it. At `where`, unless it is 0, is what this launch of a graph adds to the words that announce them.
 static __device__ void run_messages(const Head &at, const Op *ops, u64 where)
 {
-    // Before the kernel ahead has ended. The CPU writes it before it launches the graph. Without a branch, which would wait for it.
+    // Before the kernel ahead has ended. The CPU writes it before it launches the graph. Predicated: a branch would wait for the load.
     u64 ahead;
     asm volatile("{\n\t.reg .pred p;\n\t.reg .u64 t;\n\tsetp.ne.u64 p, %1, 0;\n\tmov.u64 t, 0;\n\t"
                  "@p ld.relaxed.sys.global.u64 t, [%1];\n\tmov.u64 %0, t;\n\t}"

@@ -115,7 +115,7 @@ pub struct Head {
     pub status: u64,
     /// Time limit of a wait.
     pub limit_ns: u64,
-    /// Number of the submission.
+    /// Number of the submission, or of a graph whose launches have the same operations.
     pub submission: u64,
     /// Number of operations that follow, and in the upper half the index of the first FIND.
     pub count: u64,
@@ -167,7 +167,7 @@ mod flag {
     pub(super) const EITHER: u16 = 64;
     /// A wait for a word that only grows.
     pub(super) const CREDIT: u16 = 128;
-    /// The value tells of a message, and has its number from bit 33 on.
+    /// The value announces a message, and has its number from bit 33 on.
     pub(super) const NUMBERED: u16 = 256;
 }
 
@@ -350,13 +350,13 @@ impl KernelOp {
         matches!(self.kind, kind::PACK | kind::TAKE)
     }
 
-    /// What a kernel adds to what tells of a message for one that comes so many later.
+    /// What a kernel adds to the word that announces a message for the one that comes so many later.
     #[inline]
     pub const fn ahead(messages: u64) -> u64 {
         messages << 33
     }
 
-    /// Whether its value tells of a message, for a kernel for messages.
+    /// Whether its value announces a message, for a kernel for messages.
     #[inline]
     pub const fn is_numbered(&self) -> bool {
         self.flags & flag::NUMBERED != 0
@@ -425,7 +425,7 @@ pub struct StatusBlock {
 /// A wait that a kernel has given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GivenUp {
-    /// Number of the submission.
+    /// Number of the submission, or of a graph whose launches have the same operations.
     pub submission: u64,
     /// Address of the word on the GPU.
     pub word: u64,
@@ -635,7 +635,7 @@ impl KernelExecutor {
     }
 
     /// Sets the operations of a kernel node of a graph, of this grid, from the next launch on. At `ahead`, unless it is 0, is what the
-    /// launch adds to what tells of messages. The context must be current.
+    /// launch adds to words that announce messages. The context must be current.
     ///
     /// # Errors
     /// Of CUDA.

@@ -174,8 +174,8 @@ impl Shared {
         let _joined = self.begin(guard, true)?;
         let mut launching = exec.pool.lock();
         let count = 1 + launching.nodes();
-        let instance = self.instance(guard, &exec.pool)?;
         let seq = self.submitted() + 1;
+        let instance = self.instance(guard, &exec.pool, (&self.head(seq), &kept.numbers))?;
         let made = Made { gpu: &self.gpu, by_kernel: exec.by_kernel, steps: &steps, kept: &kept };
         exec.pool.arm(&instance, &mut launching, self.head(seq), &made)?;
         self.enqueue(guard, &mut done, (count, 0), (ops, Some((instance.clone(), kept))))?;
@@ -353,8 +353,8 @@ impl Shared {
         let mut launching = step_pool.pool.lock();
         let made = Made { gpu: &self.gpu, by_kernel: ByKernel::ALL, steps: &steps, kept: &kept };
         step_pool.pool.put(&mut launching, &made)?;
-        let instance = self.instance(guard, &step_pool.pool)?;
         let seq = self.submitted() + 1;
+        let instance = self.instance(guard, &step_pool.pool, (&self.head(seq), &[]))?;
         let addr = instance.arm_steps(self.head(seq), &launching, self.mark_of(seq))?;
         self.enqueue(guard, &mut done, (CALLS, 0), (ops, Some((instance, kept))))?;
         drop(launching);

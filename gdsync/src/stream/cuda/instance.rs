@@ -5,8 +5,9 @@
 //! several kernels reads their operations from memory, which each launch writes at once. Such a graph has several
 //! instances, because pending launches still read theirs.
 //!
-//! Most graphs of channels and windows stay the same but for the numbers of messages, which all go up by as much in each launch. Such a
-//! launch writes by how much, and the kernels add it. A short program of such a graph is a parameter of its kernel: quicker than memory.
+//! Most graphs of channels and windows stay the same but for the numbers of messages, and each launch raises all of these by the same
+//! amount. Such a launch writes by how much, and the kernels add it. A short program of such a graph is a parameter of its kernel, which
+//! is quicker than memory.
 
 use std::ops::Range;
 use std::sync::atomic::{Ordering, fence};
@@ -20,7 +21,7 @@ use gdrcopy::cuda::raw::layout::{Handle, MemOpNodeParams};
 
 use super::plan::{self, ByKernel, Call, Slot, Slots};
 use crate::stream::op::{Kept, Op};
-use crate::stream::order::{Number, Numbers};
+use crate::stream::order::Numbers;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::cuda::kernel_exec::{self, Grid, Head, KernelExecutor, KernelOp, SMALL};
 use gdsync_device::error::{Error, Result};
@@ -35,7 +36,8 @@ const INSTANCES: usize = 3;
 pub(super) struct Pool {
     instances: Vec<Arc<Instance>>,
     slots: Slots,
-    /// Places of each order of messages, if numbers are all that differs between launches. Known from the first launch on.
+    /// Places of each order of messages, 0 of one without, if numbers are all that differs between launches. Known from the first launch
+    /// on.
     places: OnceLock<Option<Vec<u64>>>,
     /// Locked while a launch takes an instance and writes its operations, until it is queued.
     launching: Mutex<Launching>,
@@ -82,22 +84,21 @@ pub(super) struct Instance {
     written: Mutex<Option<Written>>,
 }
 
-/// The stream of a launch, by its head, and the last number of each order of messages before it.
+/// The head of a launch, which tells its stream, and the last number of each order before it.
 #[derive(Debug)]
 struct Written {
-    status: u64,
-    limit_ns: u64,
+    head: Head,
     numbers: Numbers,
 }
 
 impl Written {
     /// By how much the numbers of a launch are ahead, if that is all that differs: the place that comes next is the same in each order.
     fn ahead(&self, head: &Head, numbers: &[u64], places: &[u64]) -> Option<u64> {
-        let each =
-            || numbers.iter().zip(&self.numbers).map(|(number, written)| number.wrapping_sub(*written));
-        let ahead = each().next().unwrap_or(0);
-        let is_same = (self.status, self.limit_ns) == (head.status, head.limit_ns)
-            && each().zip(places).all(|(each, places)| each == ahead && each % places == 0);
+        let each = numbers.iter().zip(&self.numbers).zip(places).filter(|(_, places)| **places > 0);
+        let mut each = each.map(|((number, written), places)| (number.wrapping_sub(*written), places));
+        let ahead = each.clone().next().map_or(0, |(ahead, _)| ahead);
+        let is_same = (self.head.status, self.head.limit_ns) == (head.status, head.limit_ns)
+            && each.all(|(each, places)| each == ahead && each % places == 0);
         is_same.then_some(ahead)
     }
 }
@@ -110,8 +111,8 @@ struct Programs {
     addr: u64,
 }
 
-/// Bytes before the operations of a graph.
-const AHEAD: usize = 16;
+/// Bytes before the operations of a graph: a line of the cache.
+const AHEAD: usize = 128;
 
 impl Pool {
     fn new(instances: Vec<Instance>, (launching, slots): (Launching, Slots)) -> Self {
@@ -177,9 +178,9 @@ impl Pool {
         head: Head,
         made: &Made<'_>,
     ) -> Result<()> {
-        let Some(places) = self.places(launching, made.kept).filter(|_| instance.is_in_memory()) else {
+        let Some(places) = self.places(launching, made.kept).filter(|_| instance.programs.is_some()) else {
             self.put(launching, made)?;
-            return instance.arm(head, launching);
+            return instance.arm(head, launching, false);
         };
         let numbers = &made.kept.numbers;
         let mut written = instance.written.lock();
@@ -188,13 +189,13 @@ impl Pool {
             None => {
                 *written = None;
                 self.put(launching, made)?;
-                instance.arm_for_all(head, launching)?;
-                let Head { status, limit_ns, .. } = head;
-                *written = Some(Written { status, limit_ns, numbers: numbers.clone() });
+                instance.arm(Head { submission: instance.tag(), ..head }, launching, true)?;
+                *written = Some(Written { head, numbers: numbers.clone() });
                 0
             }
         };
-        if numbers.is_empty() { Ok(()) } else { instance.set_ahead(ahead) }
+        // Without messages it stays 0.
+        if places.iter().any(|places| *places > 0) { instance.set_ahead(ahead) } else { Ok(()) }
     }
 
     /// Puts the steps of a launch among the operations.
@@ -222,34 +223,42 @@ impl Pool {
     }
 
     /// Places of each order of messages, if numbers are all that differs between launches: kernels for messages do all that depends on
-    /// them, and a launch has as many messages of each order, for each place as many.
+    /// them, a launch has as many messages of one order as of another one, and as many for one place as for another one.
     fn places(&self, launching: &Launching, kept: &Kept) -> Option<&[u64]> {
         let find = || {
             let Slots { own, of_messages } = &self.slots;
             let adds = |op: &KernelOp| op.is_numbered() || !(op.is_wait() || op.is_fenced());
-            let is_same = |slot: &Slot| matches!(slot, Slot::At(at) if adds(&launching.ops[*at]));
+            let adds_all = |slot: &Slot| matches!(slot, Slot::At(at) if adds(&launching.ops[*at]));
             let is_added = |(node, ops): (&Node, &[KernelOp])| {
                 node.grid.is_some_and(|grid| grid.messages) || !ops.iter().any(KernelOp::is_numbered)
             };
-            let (mut places, mut last) = (vec![1; kept.numbers.len()], vec![0; kept.numbers.len()]);
+            let mut orders = vec![(0, 0); kept.numbers.len()];
             for op in kept.ops.iter().flatten() {
                 if let Op::Message(message) = op {
-                    let Number { order, nth } = message.taken;
-                    (places[order], last[order]) = (message.places() as u64, nth);
+                    orders[message.taken.order] = (message.taken.nth, message.places() as u64);
                 }
             }
+            let each = orders.iter().map(|(nth, _)| *nth).max();
+            let takes_turns =
+                |(nth, places): &(u64, u64)| *nth == 0 || Some(*nth) == each && nth % places == 0;
             let is_same = own.is_empty()
-                && of_messages.iter().all(is_same)
+                && of_messages.iter().all(adds_all)
                 && launching.programs().all(is_added)
-                && last.iter().zip(&places).all(|(nth, places)| *nth == last[0] && nth % places == 0);
-            is_same.then_some(places)
+                && orders.iter().all(takes_turns);
+            is_same.then(|| orders.into_iter().map(|(_, places)| places).collect())
         };
         self.places.get_or_init(find).as_deref()
     }
 
-    /// A free instance. The caller holds the pool's lock.
-    pub(super) fn free(&self) -> Option<Arc<Instance>> {
-        self.instances.iter().find(|instance| instance.is_free()).cloned()
+    /// A free instance, rather one whose operations a launch with this head and these numbers can keep. The caller holds the pool's lock.
+    pub(super) fn free(&self, head: &Head, numbers: &[u64]) -> Option<Arc<Instance>> {
+        let places = self.places.get().and_then(Option::as_deref).unwrap_or(&[]);
+        let work = |instance: &&Arc<Instance>| match &*instance.written.lock() {
+            Some(written) if written.ahead(head, numbers, places).is_some() => 0,
+            None => 1,
+            Some(_) => 2,
+        };
+        self.instances.iter().filter(|instance| instance.is_free()).min_by_key(work).cloned()
     }
 
     /// Whether there is a free instance.
@@ -290,25 +299,28 @@ impl Instance {
         let mut addr = programs.addr + AHEAD as u64;
         let mut point = |api: &Api, node: &Node| {
             let Some(grid) = node.grid else { return Ok(()) };
-            kernel_exec.point(api, (self.exec, node.handle), grid, (addr, 0))?;
+            kernel_exec.point(api, (self.exec, node.handle), grid, (addr, programs.addr))?;
             addr += room(node) as u64;
             Ok(())
         };
-        let pointed = self.gpu.within(|api| nodes.iter().try_for_each(|node| point(api, node)));
-        pointed.map_err(Error::cuda("preparing a graph"))
+        self.within(|api| nodes.iter().try_for_each(|node| point(api, node)))
     }
 
-    /// Writes the operations of a launch.
-    pub(super) fn arm(&self, head: Head, launching: &mut Launching) -> Result<()> {
+    /// Writes the operations of a launch, or of all that differ in numbers only: short ones as parameters.
+    fn arm(&self, head: Head, launching: &mut Launching, is_for_all: bool) -> Result<()> {
         let Some(programs) = &self.programs else {
-            let armed = self.gpu.within(|api| self.arm_each(api, head, launching));
-            return armed.map_err(Error::cuda("preparing a graph"));
+            return self.within(|api| {
+                launching.programs().try_for_each(|program| self.arm_node(api, (head, 0), program))
+            });
         };
         let mut image = mem::take(&mut launching.image);
         image.resize(programs.memory.len() - AHEAD, 0);
         let mut rest = &mut image[..];
         for (node, ops) in launching.programs() {
-            kernel_exec::put(rest, head, ops);
+            match is_for_all && ops.len() <= SMALL {
+                true => self.within(|api| self.arm_node(api, (head, programs.addr), (node, ops)))?,
+                false => kernel_exec::put(rest, head, ops),
+            }
             rest = &mut rest[room(node)..];
         }
         programs.write(AHEAD, &image)?;
@@ -316,32 +328,17 @@ impl Instance {
         Ok(())
     }
 
-    /// Writes operations that are the same in all launches but for numbers.
-    fn arm_for_all(&self, head: Head, launching: &mut Launching) -> Result<()> {
-        let (Some(kernel_exec), Some(programs)) = (&self.kernel_exec, &self.programs) else { return Ok(()) };
-        let head = Head { submission: self.tag(), ..head };
-        self.arm(head, launching)?;
-        let mut addr = programs.addr + AHEAD as u64;
-        let mut arm = |api: &Api, (node, ops): (&Node, &[KernelOp])| {
-            let (at, Some(grid)) = ((self.exec, node.handle), node.grid) else { return Ok(()) };
-            let program = addr;
-            addr += room(node) as u64;
-            match ops.len() <= SMALL {
-                true => kernel_exec.arm(api, at, grid, (head, programs.addr), ops),
-                false => kernel_exec.point(api, at, grid, (program, programs.addr)),
-            }
-        };
-        let armed = self.gpu.within(|api| launching.programs().try_for_each(|program| arm(api, program)));
-        armed.map_err(Error::cuda("preparing a graph"))
+    fn within(&self, call: impl FnOnce(&Api) -> gdrcopy::Result<()>) -> Result<()> {
+        self.gpu.within(call).map_err(Error::cuda("preparing a graph"))
     }
 
-    /// Writes what the next launch adds to what tells of messages.
+    /// Writes what the next launch adds to the words that announce messages.
     fn set_ahead(&self, numbers: u64) -> Result<()> {
         let ahead = KernelOp::ahead(numbers).to_ne_bytes();
         self.programs.as_ref().map_or(Ok(()), |programs| programs.write(0, &ahead))
     }
 
-    /// What kernels tell in place of the number of their submission, where operations are for all launches: one of them is pending.
+    /// What kernels tell in place of the number of their submission, where operations are for all launches. At most one is pending.
     pub(super) fn tag(&self) -> u64 {
         self.programs.as_ref().map_or(0, |programs| programs.addr | 1 << 63)
     }
@@ -354,17 +351,19 @@ impl Instance {
         programs.write(0, &image).map(|()| programs.addr)
     }
 
-    fn arm_each(&self, api: &Api, head: Head, launching: &Launching) -> gdrcopy::Result<()> {
-        for (node, ops) in launching.programs() {
-            match (node.grid, &self.kernel_exec) {
-                (Some(grid), Some(kernel_exec)) => {
-                    kernel_exec.arm(api, (self.exec, node.handle), grid, (head, 0), ops)?;
-                }
-                _ if ops.is_empty() => {}
-                _ => self.arm_memops(api, node.handle, ops)?,
+    fn arm_node(
+        &self,
+        api: &Api,
+        head: (Head, u64),
+        (node, ops): (&Node, &[KernelOp]),
+    ) -> gdrcopy::Result<()> {
+        match (node.grid, &self.kernel_exec) {
+            (Some(grid), Some(kernel_exec)) => {
+                kernel_exec.arm(api, (self.exec, node.handle), grid, head, ops)
             }
+            _ if ops.is_empty() => Ok(()),
+            _ => self.arm_memops(api, node.handle, ops),
         }
-        Ok(())
     }
 
     fn arm_memops(&self, api: &Api, node: Handle, ops: &[KernelOp]) -> gdrcopy::Result<()> {

@@ -372,8 +372,13 @@ impl Shared {
     }
 
     /// A free instance of the pool.
-    pub(super) fn instance(&self, guard: &mut SubmitGuard, pool: &Arc<Pool>) -> Result<Arc<Instance>> {
-        if let Some(free) = pool.free() {
+    pub(super) fn instance(
+        &self,
+        guard: &mut SubmitGuard,
+        pool: &Arc<Pool>,
+        (head, numbers): (&Head, &[u64]),
+    ) -> Result<Arc<Instance>> {
+        if let Some(free) = pool.free(head, numbers) {
             return Ok(free);
         }
         let mut state = self.lock();
@@ -381,7 +386,7 @@ impl Shared {
         (state.wanted, state.wanted_pool) = ((0, 0), Some(Arc::downgrade(pool)));
         drop(state);
         drop(done);
-        pool.free().ok_or_else(|| self.is_full(guard))
+        pool.free(head, numbers).ok_or_else(|| self.is_full(guard))
     }
 
     /// The mark of a submission.
