@@ -70,8 +70,10 @@ impl Communicator {
             stream.submit(&mut batch)?;
             Ok((completion, ()))
         };
-        let peer = self.open_peer(rank, "send on stream")?;
-        self.while_full(|| Ok(Request::queued(peer, peer.send_with("send on stream", pieces, post)?.0)))
+        let operation = "send on stream";
+        let peer = self.open_peer(rank, operation)?;
+        let sges = peer.sges(operation, pieces)?;
+        self.while_full(|| Ok(Request::queued(peer, peer.send_with(operation, (pieces, &sges), post)?.0)))
     }
 
     /// Adds a send to a batch: the stream that the batch is submitted to sends it.
@@ -104,8 +106,12 @@ impl Communicator {
         rank: usize,
     ) -> Result<Request> {
         let mut post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, pieces, sges)?, ()));
-        let peer = self.open_peer(rank, "send in a batch")?;
-        self.while_full(|| Ok(Request::queued(peer, peer.send_with("send in a batch", pieces, &mut post)?.0)))
+        let operation = "send in a batch";
+        let peer = self.open_peer(rank, operation)?;
+        let sges = peer.sges(operation, pieces)?;
+        self.while_full(|| {
+            Ok(Request::queued(peer, peer.send_with(operation, (pieces, &sges), &mut post)?.0))
+        })
     }
 
     /// Queues a receive on a stream: it is posted when the stream gets there, and not before. So a loop may receive into one

@@ -136,7 +136,7 @@ impl Peer {
     }
 
     /// The pieces of a message, which are not too many and lie inside their buffers.
-    fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Sges> {
+    pub(crate) fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Sges> {
         if count(pieces) > self.transport.max_pieces {
             let cause = gdsync::Error::InvalidArgument {
                 what: "number of pieces",
@@ -145,11 +145,13 @@ impl Peer {
             };
             return Err(self.failed(operation, cause));
         }
-        let sges = pieces.iter().map(|(buffer, range)| {
-            buffer.check_domain(self.transport.domain)?;
-            buffer.sge(self.transport.intra_host, range)
-        });
-        sges.collect::<gdsync::Result<_>>().map_err(|cause| self.failed(operation, cause))
+        let mut sges = Sges::new();
+        for (buffer, range) in pieces {
+            let sge = buffer.check_domain(self.transport.domain);
+            let sge = sge.and_then(|()| buffer.sge(self.transport.intra_host, range));
+            sges.push(sge.map_err(|cause| self.failed(operation, cause))?);
+        }
+        Ok(sges)
     }
 
     /// Posts an operation to a queue with `post`, after making room if the queue is full, and pins its buffers until it is complete.
@@ -228,7 +230,7 @@ impl Peer {
     /// Sends a message by the CPU.
     pub(crate) fn send(&self, pieces: &[Piece<'_>]) -> Result<Sent> {
         const SEND: &str = "send";
-        self.sges(SEND, pieces)?;
+        let sges = self.sges(SEND, pieces)?;
         if let Some(fifo) = &self.fifo
             && !self.transport.has_ended()
         {
@@ -249,20 +251,19 @@ impl Peer {
             };
             Ok((completion, ()))
         };
-        Ok(Sent::Queue(self.send_with(SEND, pieces, post)?.0))
+        Ok(Sent::Queue(self.send_with(SEND, (pieces, &sges), post)?.0))
     }
 
     /// Starts a message that takes the queue pair, with `post`.
     pub(crate) fn send_with<T>(
         &self,
         operation: &'static str,
-        pieces: &[Piece<'_>],
+        (pieces, sges): (&[Piece<'_>], &[Sge]),
         post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Arc<InFlightOp>, T)> {
-        let sges = self.sges(operation, pieces)?;
         let mut in_flight = self.in_flight[Direction::Send as usize].lock();
         let (op, other) =
-            self.post_locked(&mut in_flight, Direction::Send, operation, sent(pieces, &sges), post)?;
+            self.post_locked(&mut in_flight, Direction::Send, operation, sent(pieces, sges), post)?;
         // The lock keeps other threads from sending the next message before.
         self.fifo.iter().for_each(|fifo| fifo.set_last(&op));
         Ok((op, other))

@@ -6,10 +6,10 @@ use std::borrow::Cow;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use gdsync_shm::SpinLock;
+use gdsync_shm::{self as protocol, SpinLock};
 use mlx5_ring::AddressVector;
 use rdma_core_sys::verbs::ibv_qp;
 
@@ -208,7 +208,8 @@ pub trait Provider: Send + Sync + fmt::Debug {
     fn admit(&self, _gpu: &Gpu, _probe: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         Ok(())
     }
-    /// A CPU thread has written the doorbell of this queue pair. Nothing to do for a device that [reads](Provider::reads_by_itself)
+    /// A CPU thread has written the doorbell of this queue pair, or posted a receive where the device
+    /// [wants calls](Health::request_receive_calls) for them. Nothing to do for a device that [reads](Provider::reads_by_itself)
     /// doorbells and writes completions itself; so for the next ones, up to [`Provider::sleep`].
     fn ring(&self, _qpn: u32) {}
     /// The doorbell of this queue pair will be written up to the producer index `pi` by something that cannot call
@@ -435,6 +436,8 @@ pub struct Health {
     has_failed_request: AtomicBool,
     /// The process that created the queue pair.
     pub fork_guard: ForkGuard,
+    /// Whether the device wants a call for each receive.
+    receive_calls: AtomicU32,
     error: SpinLock<Option<Error>>,
 }
 
@@ -480,6 +483,23 @@ impl Health {
             Error::PeerGone { .. } if is_complete() => Ok(()),
             error => Err(error),
         })
+    }
+
+    /// Device: from now on [`Provider::ring`] is called for posted receives, which nothing else tells a device that flushes them or
+    /// passes them on. Receives posted before are in the doorbell record.
+    pub fn request_receive_calls(&self) {
+        protocol::request_calls(&self.receive_calls);
+    }
+
+    /// Device: after a reset, receives wait in the ring for messages.
+    pub fn end_receive_calls(&self) {
+        self.receive_calls.store(0, Ordering::Relaxed);
+    }
+
+    /// Whether to call [`Provider::ring`] for receives that were just posted.
+    #[inline]
+    pub fn wants_receive_calls(&self) -> bool {
+        protocol::wants_calls(&self.receive_calls)
     }
 
     /// Clears the failure, for a reset.

@@ -4,7 +4,7 @@
 //! `mmio_wc_start` before the register). The HCA writes the owner bit of a CQE last. Software polls the owner bit, reads the CQE, and
 //! advances the consumer index; only then may the slot be reused, for completion `n + 2^log`. Streams do the same with memory operations.
 
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use super::{Atom32, Atom64};
 use mlx5_ring::EMPTY;
@@ -43,6 +43,21 @@ pub fn take_doorbell(doorbell: &impl Atom64) -> Option<u64> {
     }
     let value = doorbell.swap(EMPTY, Acquire);
     (value != EMPTY).then_some(value)
+}
+
+/// HCA: wants a call for receives whose producer index its next read of the record does not see.
+pub fn request_calls<A: Atom32>(calls: &A) {
+    calls.store(1, Relaxed);
+    A::fence(SeqCst);
+}
+
+/// Software: whether the HCA wants a call for receives whose producer index was just stored. If not, its next read sees that index:
+/// of the two fences, the second one's thread loads what the first one's thread stored.
+#[must_use = "the HCA may never look at the receives"]
+#[inline]
+pub fn wants_calls<A: Atom32>(calls: &A) -> bool {
+    A::fence(SeqCst);
+    calls.load(Relaxed) != 0
 }
 
 /// HCA: publishes a CQE whose other bytes are written.

@@ -16,7 +16,8 @@ pub mod spin_lock;
 
 pub use backoff::{BACK_OFF_YIELDS, Backoff, back_off, cores_are_busy, sleep_time, yield_core};
 pub use doorbell::{
-    free_slots, freed_slots, is_complete, is_rung, publish_cqe, recorded, ring_doorbell, take_doorbell,
+    free_slots, freed_slots, is_complete, is_rung, publish_cqe, recorded, request_calls, ring_doorbell,
+    take_doorbell, wants_calls,
 };
 pub use spin_lock::{RawSpinLock, SpinLock, SpinLockGuard};
 

@@ -135,9 +135,14 @@ impl SoftQp {
 
     /// Goes to ERR: stops the transport and flushes all posted requests.
     pub(crate) fn go_error(&mut self, env: &mut Env<'_>) {
-        self.state = QpState::ERR;
+        self.enter_error();
         self.resp.cancel();
         self.flush(env);
+    }
+
+    fn enter_error(&mut self) {
+        self.state = QpState::ERR;
+        self.health.request_receive_calls();
     }
 
     /// Flushes receives, and sends up to the doorbell record (as a card does, not up to the doorbell).
@@ -289,7 +294,7 @@ impl SoftQp {
                 qpn = self.rings.qpn,
                 "completion queue overrun: the queue pair goes to ERR and completes nothing more"
             );
-            self.state = QpState::ERR;
+            self.enter_error();
         }
     }
 
@@ -363,6 +368,7 @@ impl SoftQp {
         self.responses.forget();
         (self.remote, self.peer) = (None, None);
         self.rings.clear();
+        self.health.end_receive_calls();
         Ok(())
     }
 }

@@ -43,7 +43,7 @@ pub(crate) struct QpCore {
     /// The state, readable without a lock; written only under `modifying`.
     state: AtomicU8,
     modifying: Mutex<()>,
-    health: Arc<Health>,
+    pub(super) health: Arc<Health>,
     send_cq: Arc<CqInner>,
     recv_cq: Arc<CqInner>,
     defaults: Connect,

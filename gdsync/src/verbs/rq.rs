@@ -45,8 +45,9 @@ impl RecvQueue {
     #[inline]
     pub(crate) fn post(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let result = self.post_all(wrs);
-        // Lets a device whose queue pair is in error flush the new receives.
-        self.end.qp.provider.ring(self.end.qp.qpn);
+        if self.end.qp.health.wants_receive_calls() {
+            self.end.qp.provider.ring(self.end.qp.qpn);
+        }
         result
     }
 
@@ -275,15 +276,33 @@ impl RecvQueue {
 
 #[cfg(test)]
 mod tests {
-    use crate::verbs::{Context, RecvWr};
+    use crate::verbs::{Context, Qp, RecvWr};
     use gdsync_device::memory::fences;
+    use gdsync_device::{QpAttr, QpState};
     use gdsync_soft::SoftHcaConfig;
 
-    #[test]
-    fn a_device_fence_precedes_the_record() {
+    fn queue_pair() -> Qp {
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let qp = pd.build_qp().build().unwrap();
         qp.init().unwrap();
+        qp
+    }
+
+    #[test]
+    fn the_software_hca_wants_calls_for_receives_only_in_the_error_state() {
+        let qp = queue_pair();
+        for _ in 0..2 {
+            assert!(!qp.core().health.wants_receive_calls());
+            qp.modify(&QpAttr::to(QpState::ERR)).unwrap();
+            assert!(qp.core().health.wants_receive_calls());
+            qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
+            qp.init().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_device_fence_precedes_the_record() {
+        let qp = queue_pair();
         let count = fences::during(|| drop(qp.post_recv(&[RecvWr::new(&[]); 4]).unwrap()));
         assert_eq!(count, 1);
     }

@@ -146,6 +146,37 @@ fn wqes_before_the_record_can_be_read() {
     });
 }
 
+/// A queue pair fails while receives are posted to it. Each is flushed: by the HCA as the queue pair fails, or by a call.
+#[test]
+fn receives_posted_to_a_failing_queue_pair_are_flushed() {
+    explore(5, || {
+        let shared = Arc::new((Sq::new(1), L32::default(), Mutex::new(0)));
+        let flush = |queue: &Sq, head: &mut u64| {
+            let end = queue.recorded(*head);
+            (*head..end).for_each(|n| assert_eq!(queue.wqe(n).get(), n));
+            *head = end;
+        };
+        let poster = shared.clone();
+        let poster = thread::spawn(move || {
+            let (queue, calls, head) = &*poster;
+            for n in 0..2 {
+                queue.wqe(n).set(n);
+                queue.record.store(mlx5::recv_record(n + 1), Release);
+                if shm::wants_calls(calls) {
+                    flush(queue, &mut head.lock().unwrap());
+                }
+            }
+        });
+        let (queue, calls, head) = &*shared;
+        let mut state = head.lock().unwrap();
+        shm::request_calls(calls);
+        flush(queue, &mut state);
+        drop(state);
+        poster.join().unwrap();
+        assert_eq!(*head.lock().unwrap(), 2);
+    });
+}
+
 /// Two slots, almost three laps, and the 24-bit consumer index wraps on the way.
 #[test]
 fn completions_arrive_once_and_whole_and_are_not_overwritten() {

@@ -255,6 +255,8 @@ impl Provider for Proxy {
         };
         let (rings, doorbell, region, psn) = make().map_err(release)?;
         let health: Arc<Health> = Arc::default();
+        // The device gets each receive from the proxy.
+        health.request_receive_calls();
         self.shared.progress_state.watch_health(Shared::THREAD, &health).map_err(release)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let record = rings.record.clone();
