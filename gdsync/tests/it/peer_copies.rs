@@ -9,13 +9,14 @@ use std::time::Duration;
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
+use gdsync::recorder::{Marks, Recording};
 use gdsync::stream::{
     Batch, Cond, CudaStreamConfig, FreePlaces, Graph, Inbox, PeerInbox, PeerSignal, Stream, Via,
 };
 use gdsync_testkit::driver::Control;
 
 use crate::child::own_process;
-use crate::common::{PATIENCE, Side, pair, pattern, stream, tier};
+use crate::common::{PATIENCE, Side, pair, pattern, stream, tier, until};
 use crate::place::{places, shared};
 
 /// Lengths of one block and of several, in which 16 bytes go up or not.
@@ -304,6 +305,27 @@ fn late_places_are_named() {
     sends.submit(&mut batch).unwrap();
     let error = sends.synchronize(PATIENCE).unwrap_err().to_string();
     assert!(error.contains("to reach 0x400000000"), "{error}");
+}
+
+#[test]
+fn recorder_tells_which_message_is_awaited() {
+    own_process!();
+    let Some([a, b]) = gpus() else { return };
+    let (ends, (from, _)) = (Slots::new(&a, &b, &[64, 64]), source(&a, 5));
+    let streams = [&a, &b].map(|gpu| stream_on(gpu, WAYS[0], PATIENCE));
+    let [mut sends, mut takes] = [Batch::new(), Batch::new()];
+    for n in 1..=2 {
+        _ = takes.free_in_inbox(&ends.free);
+        _ = takes.take_from_inbox(&ends.inbox);
+        streams[1].submit(&mut takes).unwrap();
+        until(|| {
+            let recording = Recording::read(&Marks::open().unwrap().path().unwrap()).unwrap();
+            recording.open_waits().any(|wait| wait.awaited.value == n)
+        });
+        _ = sends.send_to_inbox(&ends.to, &from, 0..8).unwrap();
+        streams[0].submit(&mut sends).unwrap();
+        streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+    }
 }
 
 /// Writes, and other messages, in one kernel with a message.
