@@ -35,10 +35,11 @@
 //! # Eager and rendezvous
 //!
 //! Up to 4072 bytes of host memory are sent eagerly, behind a header; the send is complete when they have left. A rank keeps up
-//! to 256 such messages of each other rank (1 MiB) that no receive has matched. All others (longer ones, those of a GPU, and short
-//! ones beyond 256) are announced by a request to send; when a receive has matched, the receiver reads the payload from the
-//! sender's buffer into its own by RDMA READ on the same queue pair, and finishes the send. So ranks that only send fill no memory
-//! except for the announcements of up to 65536 sends under way between two ranks; one more is refused.
+//! to 256 such messages of each other rank (1 MiB) that no receive has matched; which are matched, the sender learns by a later
+//! message of the same `Tagged`. All others (longer ones, those of a GPU, and short ones beyond the 256 as far as the sender knows)
+//! are announced by a request to send; when a receive has matched, the receiver reads the payload from the sender's buffer into
+//! its own by RDMA READ on the same queue pair, and finishes the send. So ranks that only send fill no memory except for the
+//! announcements of up to 65536 sends under way between two ranks; one more is refused.
 //!
 //! Memory from the registration cache, which peers may not read, is registered again for each such message. GPU memory that the
 //! device does not reach is copied to host memory first.

@@ -83,6 +83,13 @@ impl Peers {
         }
     }
 
+    /// Notes an attempt that ends with [`Peers::tried`].
+    #[cfg(test)]
+    pub(crate) fn seek(&mut self, peer: Gid) {
+        let attempt = Attempt { since: Instant::now(), under_way: true, is_first: true, waiting: Vec::new() };
+        self.attempts.insert(peer, attempt);
+    }
+
     /// Whether an attempt to reach this peer is under way.
     pub(crate) fn is_sought(&self, peer: Gid) -> bool {
         self.attempts.get(&peer).is_some_and(|attempt| attempt.under_way)

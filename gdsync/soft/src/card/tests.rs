@@ -446,6 +446,23 @@ fn a_peer_that_is_not_there_is_a_retry_error() {
     assert_eq!([(); 2].map(|()| a.sends.wait()).map(|cqe| (cqe.wqe_counter, cqe.syndrome)), failed);
 }
 
+/// Both connect at once, and answers come over the link that is not added here yet.
+#[test]
+fn a_link_that_is_being_made_is_no_retry_error() {
+    let (mut a, b) = Program::pair(64);
+    let peer = b.card.gid();
+    while a.card.0.shared.with(|core| core.peers.is_sought(peer)) {
+        std::thread::yield_now();
+    }
+    b.card.modify_qp(b.qpn, &QpAttr::to(QpState::RESET), None, TIMEOUT).unwrap();
+    a.card.0.shared.with(|core| core.peers.seek(peer));
+    a.post(Opcode::SEND, CE_ALWAYS, &[]);
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(a.sends.poll().is_none(), "all retries take 0.54 s");
+    a.card.0.shared.with(|core| core.peers.tried(peer, false));
+    assert_eq!(a.sends.wait().syndrome, Syndrome::RETRY_EXC_ERR);
+}
+
 #[test]
 fn unmapped_memory_is_a_protection_error_and_no_fault() {
     let unmapped = |program: &mut Program| {

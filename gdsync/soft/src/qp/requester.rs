@@ -348,11 +348,10 @@ impl SoftQp {
 impl SoftQp {
     /// Whether packets wait for a peer whose HCA gets no time of a processor. A card needs none, so that is no timeout.
     fn awaits_processor(&self, env: &Env<'_>) -> bool {
-        match self.remote {
-            Some(remote) if self.link == UNLINKED => env.peers.is_sought(remote.gid),
-            // A card also acknowledges for a process that is stopped.
-            _ => env.links.awaits_processor(self.link, env.async_events.has_listener()),
-        }
+        // Answers may wait on a link that the peer has already and that is being made here.
+        let is_sought = self.remote.is_some_and(|remote| env.peers.is_sought(remote.gid));
+        // A card also acknowledges for a process that is stopped.
+        is_sought || env.links.awaits_processor(self.link, env.async_events.has_listener())
     }
 }
 
