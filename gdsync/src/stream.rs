@@ -313,13 +313,14 @@ impl Stream {
             return self.put(used, batch, |batch| self.0.engine.submit(guard, &mut batch.ops)).map(drop);
         };
         record::check(batch)?;
+        let hooks = batch.hooks()?;
         batch.expect_numbers();
         let anew = batch.anew();
         match &mut recording.steps {
             None => self.0.engine.record(guard, &batch.ops, &anew)?,
             Some(steps) => steps.push(self.0.engine.record_step(&batch.ops, &anew)?),
         }
-        recording.add(batch, &anew);
+        recording.add(batch, hooks, &anew);
         Ok(())
     }
 

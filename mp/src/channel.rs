@@ -105,7 +105,7 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// A kernel that waits for a message to a place of more than 8 KiB holds 16 multiprocessors: let few streams of a GPU do so at once.
 /// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
 /// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
-/// a stream may still copy after its failure. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)
+/// a stream may still copy after its failure. Batches are captured before their channel is dropped. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)
 /// memory must stay as long.
 #[derive(Clone, Debug)]
 pub struct Channel(Arc<Inner>);
@@ -187,27 +187,41 @@ impl Half {
         let half = Arc::new(Self { peer, qp, is_over, ends, way, places, posted });
         match &*half.way {
             Way::Queue(_) => {}
-            Way::Out(out) => half.join_graphs(&out.0.order, Self::repeat),
+            Way::Out(out) => half.join_graphs(&out.0.order, false),
             Way::Into(into) => {
-                half.join_graphs(&into.free.order, Self::repeat_places);
-                half.join_graphs(&into.inbox.order, Self::repeat);
+                half.join_graphs(&into.free.order, true);
+                half.join_graphs(&into.inbox.order, false);
             }
         }
         half
     }
 
-    /// Adds hooks to graphs with batches that follow an order of its way.
-    fn join_graphs(self: &Arc<Self>, order: &StreamOrder, add: fn(&Arc<Self>, &mut Batch)) {
+    /// Has graphs with batches that follow an order of its way call its hooks.
+    fn join_graphs(self: &Arc<Self>, order: &StreamOrder, frees_places: bool) {
         let half = Arc::downgrade(self);
-        order.when_recorded(move |batch| {
+        order.before_launches(move || {
             let half = half.upgrade().ok_or(gdsync::Error::Unsupported {
                 what: "a message of a channel that was dropped",
                 by: "graphs and steps of kernels, whose launches ask the channel",
                 fix: "keep the Channel until its batches are captured",
             })?;
-            add(&half, batch);
-            Ok(())
+            Ok(half.hooks(frees_places))
         });
+    }
+
+    /// What launches of a graph call first: has receives posted; behind that, refuses other places if a batch of the graph frees some.
+    fn hooks(self: &Arc<Self>, frees_places: bool) -> Vec<Arc<dyn Replenish>> {
+        let mut hooks: Vec<Arc<dyn Replenish>> = vec![self.clone()];
+        if frees_places {
+            let (half, next) = (self.clone(), AtomicU64::new(0));
+            hooks.push(Arc::new(SamePlace { half, first: OnceLock::new(), next }));
+        }
+        hooks
+    }
+
+    /// Adds its hooks to a batch.
+    fn repeat(self: &Arc<Self>, batch: &mut Batch, frees_places: bool) {
+        self.hooks(frees_places).iter().for_each(|hook| batch.before_launches(hook));
     }
 
     /// Writes a message, or credit for one, for a batch.
@@ -231,7 +245,7 @@ impl Half {
         self.posted.lock().buffers.entry(mr.lkey()).or_insert_with(|| mr.guard());
         let send = self.prepare(&[sge])?;
         batch.post_wait(self.qp.prepare_wait_recv()?);
-        self.repeat(batch);
+        self.repeat(batch, false);
         Ok(batch.post(send).into())
     }
 
@@ -249,7 +263,7 @@ impl Half {
         let credit = self.prepare(&[]).map_err(failed)?;
         // The credit that was prepared counts.
         self.check_places(self.unawaited())?;
-        self.repeat_places(batch);
+        self.repeat(batch, true);
         drop(batch.post(credit));
         Ok(())
     }
@@ -270,7 +284,7 @@ impl Half {
             let (ticket, inbox) = into.wait(batch);
             return Ok(InFlightOp::awaited(OPERATION, ticket, into.room, inbox));
         }
-        self.repeat(batch);
+        self.repeat(batch, false);
         let completion = batch.wait_recv(&self.qp)?;
         Ok(InFlightOp::new(Direction::Recv, OPERATION, completion, 1, 0))
     }
@@ -289,20 +303,6 @@ impl Half {
             Way::Into(into) => into.unawaited(),
             _ => self.qp.sends().saturating_sub(self.qp.recv_cq().claimed()),
         }
-    }
-
-    /// Has receives posted before each launch of a graph that the batch is recorded for.
-    fn repeat(self: &Arc<Self>, batch: &mut Batch) {
-        let this: Arc<dyn Replenish> = self.clone();
-        batch.before_launches(&this);
-    }
-
-    /// As [`Half::repeat`], for a batch that frees places.
-    fn repeat_places(self: &Arc<Self>, batch: &mut Batch) {
-        self.repeat(batch);
-        let places: Arc<dyn Replenish> =
-            Arc::new(SamePlace { half: self.clone(), first: OnceLock::new(), next: AtomicU64::new(0) });
-        batch.before_launches(&places);
     }
 
     fn failed(&self, operation: &'static str, cause: gdsync::Error) -> Error {

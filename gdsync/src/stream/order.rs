@@ -9,6 +9,7 @@ use std::{fmt, mem, ptr};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
+use super::batch::Replenish;
 use super::engine::Progress;
 use super::op::Op;
 use super::{Batch, Cond, Stream, deadline};
@@ -29,11 +30,11 @@ pub struct StreamOrder(Arc<Inner>);
 struct Inner {
     end: Arc<QueueEnd>,
     state: Mutex<State>,
-    /// See [`StreamOrder::when_recorded`].
-    when_recorded: OnceLock<Box<OnRecord>>,
+    /// See [`StreamOrder::before_launches`].
+    hooks: OnceLock<Box<Hooks>>,
 }
 
-type OnRecord = dyn Fn(&mut Batch) -> Result<()> + Send + Sync;
+type Hooks = dyn Fn() -> Result<Vec<Arc<dyn Replenish>>> + Send + Sync;
 
 #[derive(Default)]
 struct State {
@@ -162,14 +163,17 @@ impl fmt::Debug for Ticket {
 impl StreamOrder {
     /// Beside a queue pair.
     pub fn new(qp: &Qp) -> Self {
-        let (end, state, when_recorded) = (qp.send.end.clone(), Mutex::default(), OnceLock::new());
-        Self(Arc::new(Inner { end, state, when_recorded }))
+        let (end, state, hooks) = (qp.send.end.clone(), Mutex::default(), OnceLock::new());
+        Self(Arc::new(Inner { end, state, hooks }))
     }
 
-    /// Has captures and recordings of steps call `add` with each batch that follows it, to add what launches need
-    /// ([`Batch::before_launches`]) or to refuse it. Set once, before the first batch.
-    pub fn when_recorded(&self, add: impl Fn(&mut Batch) -> Result<()> + Send + Sync + 'static) {
-        self.0.when_recorded.get_or_init(|| Box::new(add));
+    /// Has each capture of a batch that follows it, and each recording of steps, ask for hooks, as those of
+    /// [`Batch::before_launches`]. Set once, before the first batch. `hooks` is called under the lock of a stream: it must not use streams.
+    pub fn before_launches(
+        &self,
+        hooks: impl Fn() -> Result<Vec<Arc<dyn Replenish>>> + Send + Sync + 'static,
+    ) {
+        self.0.hooks.get_or_init(|| Box::new(hooks));
     }
 
     pub(super) fn is(&self, other: &Self) -> bool {
@@ -192,7 +196,9 @@ impl StreamOrder {
 
     /// Whether a batch that follows it, or a capture, was not submitted.
     pub fn has_unsubmitted(&self) -> bool {
-        !self.0.state.lock().unsubmitted.is_empty()
+        let state = self.0.state.lock();
+        // One of them is being submitted.
+        state.unsubmitted.len() > usize::from(state.taker.is_some())
     }
 
     /// The last number that a batch takes for a message. Batches that were dropped take none.
@@ -297,12 +303,17 @@ impl fmt::Debug for Follows {
 
 impl Drop for Follows {
     fn drop(&mut self) {
-        if self.place.at().is_none() {
-            let key = self.place.key();
-            self.orders()
-                .for_each(|order| order.0.state.lock().unsubmitted.retain(|(other, _)| *other != key));
-            self.place.is_dropped.store(true, Ordering::Release);
+        if self.place.at().is_some() {
+            return;
         }
+        let key = self.place.key();
+        // Nobody in a forked child releases what another thread had locked.
+        for order in self.orders().filter(|order| order.core().is_here()) {
+            let unsubmitted = &mut order.0.state.lock().unsubmitted;
+            let at = unsubmitted.iter().position(|(other, _)| *other == key);
+            at.map(|at| unsubmitted.remove(at));
+        }
+        self.place.is_dropped.store(true, Ordering::Release);
     }
 }
 
@@ -370,9 +381,10 @@ impl Follows {
     pub(super) fn submitted(&mut self, stream: u64, seq: u64, progress: Arc<dyn Progress>) {
         let at = Position { stream, seq, progress };
         for (order, count) in &self.orders {
-            // Of another stream: dropped without the lock.
+            // The position of another stream: its drop must not run under the lock.
             let mut _before = None;
             let mut state = order.0.state.lock();
+            self.place.got.get_or_init(|| (at.clone(), mem::take(&mut self.numbers)));
             state.unsubmitted.pop_front();
             (state.taker, state.number) = (None, state.number.wrapping_add(*count));
             match &mut state.last {
@@ -380,7 +392,6 @@ impl Follows {
                 last => _before = last.replace(at.clone()),
             }
         }
-        self.place.got.get_or_init(|| (at, mem::take(&mut self.numbers)));
     }
 
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
@@ -423,10 +434,11 @@ impl Batch {
         }
     }
 
-    /// Adds what its orders need in graphs.
-    pub(super) fn record_orders(&mut self) -> Result<()> {
-        let orders: Vec<_> = self.follows.iter().flat_map(Follows::orders).cloned().collect();
-        orders.iter().filter_map(|order| order.0.when_recorded.get()).try_for_each(|add| add(self))
+    /// The hooks of its orders.
+    pub(super) fn hooks(&self) -> Result<Vec<Arc<dyn Replenish>>> {
+        let orders = self.follows.iter().flat_map(Follows::orders);
+        let hooks = orders.filter_map(|order| order.0.hooks.get()).map(|hooks| hooks());
+        Ok(hooks.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
     /// Gives its messages numbers as if it were submitted next, for a capture.

@@ -78,8 +78,7 @@ pub(super) struct Recorded {
 }
 
 /// Refuses a batch that cannot be repeated.
-pub(super) fn check(batch: &mut Batch) -> Result<()> {
-    batch.record_orders()?;
+pub(super) fn check(batch: &Batch) -> Result<()> {
     if let Some((what, fix)) = batch.only_once {
         return Err(once(what, fix));
     }
@@ -105,11 +104,12 @@ impl Recording {
         Self { steps: Some(Vec::new()), ..Self::default() }
     }
 
-    /// Adds a batch and empties it. `anew` says of each operation whether launches differ in it: see [`Batch::anew`].
-    pub(super) fn add(&mut self, batch: &mut Batch, anew: &[bool]) {
+    /// Adds a batch, with the hooks of its orders, and empties it. `anew` says of each operation whether launches differ in it: see
+    /// [`Batch::anew`].
+    pub(super) fn add(&mut self, batch: &mut Batch, hooks: Vec<Arc<dyn Replenish>>, anew: &[bool]) {
         let Batch { ops, sends, waits, rare, follows, .. } = mem::take(batch);
         let RareState { covered, repeatable, before, .. } = *rare.unwrap_or_default();
-        before.into_iter().for_each(|hook| add_hook(&mut self.recorded.hooks, hook));
+        before.into_iter().chain(hooks).for_each(|hook| add_hook(&mut self.recorded.hooks, hook));
         let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();

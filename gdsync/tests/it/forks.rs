@@ -8,7 +8,7 @@ use crate::child::own_process;
 use crate::common::{PATIENCE, Side, hca, is_device_named, loopback, pair, stream, until};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, StreamOrder};
 use gdsync::verbs::{Access, OnGpu, QpBuilder, RecvWr, SendWr};
 use gdsync_testkit::driver::Control;
 use gdsync_testkit::process::{self, End};
@@ -157,7 +157,9 @@ fn what_others_have_locked_is_not_waited_for() {
     batch.wait_send(&a.qp).unwrap();
     let prepared = a.qp.prepare_send(&[SendWr::nop()]).unwrap();
     let pending = b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
-    let mut all = Some((batch, prepared));
+    let (order, mut following) = (StreamOrder::new(&a.qp), Batch::new());
+    _ = following.follow(&order);
+    let mut all = Some((batch, prepared, following));
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -165,6 +167,7 @@ fn what_others_have_locked_is_not_waited_for() {
                 // The locks of completion queues, and those of the queues behind them.
                 let known = (a.qp.poll_send(), b.qp.poll_recv(), pending.status().unwrap());
                 assert_eq!(known, (None, None, None));
+                assert!(!order.is_busy());
             }
         });
         let fine = (0..50).all(|_| {

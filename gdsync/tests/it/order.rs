@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gdsync::Error;
 use gdsync::memory::{Memory, Word64};
-use gdsync::stream::{Batch, Cond, Stream, StreamOrder, Ticket};
+use gdsync::stream::{Batch, Cond, Replenish, Stream, StreamOrder, Ticket};
 
 use crate::common::{PATIENCE, gate, pair, stream, stream_with, until};
 use crate::peer_copies::Slots;
@@ -192,19 +192,28 @@ fn messages(ends: &Slots, count: usize) -> Batch {
     batch
 }
 
-/// An order adds to batches that are recorded, and to no others. A refusal leaves the batch as it was.
+/// What an order adds to graphs; counts its launches.
+#[derive(Debug)]
+struct Hook(AtomicU64);
+
+impl Replenish for Hook {
+    fn replenish(&self) -> gdsync::Result<()> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// An order is asked for hooks when its batches are recorded, and only then. A refusal leaves the batch as it was.
 #[test]
-fn orders_add_to_what_is_recorded() {
+fn orders_have_hooks_in_graphs() {
     let (a, _b) = pair(8, |q| q);
     for [s, _] in streams() {
         let (order, word, calls) = (StreamOrder::new(&a.qp), word(), Arc::new(AtomicU64::new(0)));
-        let (seen, added) = (calls.clone(), word.clone());
-        order.when_recorded(move |batch| match seen.fetch_add(1, Ordering::Relaxed) {
+        let (hook, seen) = (Arc::new(Hook(AtomicU64::new(0))), calls.clone());
+        let launches = hook.clone();
+        order.before_launches(move || match seen.fetch_add(1, Ordering::Relaxed) {
             0 => Err(Error::GivenUp),
-            n => {
-                batch.write_value64(&added, n + 10);
-                Ok(())
-            }
+            _ => Ok(vec![hook.clone()]),
         });
         s.submit(&mut following(&order, &word, 1).0).unwrap();
         assert_eq!(calls.load(Ordering::Relaxed), 0);
@@ -213,12 +222,14 @@ fn orders_add_to_what_is_recorded() {
         assert!(matches!(s.submit(&mut batch), Err(Error::GivenUp)));
         assert!(ticket.is_unsubmitted() && batch.len() == 1);
         s.submit(&mut batch).unwrap();
+        s.submit(&mut following(&order, &word, 3).0).unwrap();
         let graph = capture.end().unwrap();
-        assert_eq!(calls.load(Ordering::Relaxed), 2);
-        graph.launch(&s).unwrap();
+        for n in 1..3 {
+            graph.launch(&s).unwrap();
+            assert_eq!(launches.0.load(Ordering::Relaxed), n, "once for both batches");
+        }
         s.synchronize(PATIENCE).unwrap();
-        assert_eq!(word.load(), 11, "behind the batch");
-        assert_eq!(calls.load(Ordering::Relaxed), 2);
+        assert_eq!((word.load(), calls.load(Ordering::Relaxed)), (3, 3));
     }
 }
 

@@ -69,7 +69,8 @@ fn launch(graph: &Graph, s: &Stream) {
 
 // Launches, eager submissions, and messages of the communicator, in random order.
 job_test!(launches_and_eager_messages_mix, 2, |comm| {
-    let launches = tier(100, 300, 3000);
+    // Twice as many messages of the communicator as open the FIFO.
+    let launches = tier(200, 300, 3000);
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let (outbox, inbox) = (buffer(comm, 2 * PLACE), buffer(comm, 2 * PLACE));
     let plain = host_buffer(comm, 128);
