@@ -7,6 +7,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{
@@ -17,7 +18,7 @@ use gdrcopy::host_page;
 use parking_lot::{Mutex, RecursiveRwLock};
 
 use super::context::{Context, Table, current, number};
-use super::status::{LAUNCH_TIMEOUT, NOT_REGISTERED};
+use super::status::{ALREADY_MAPPED, LAUNCH_TIMEOUT, NOT_REGISTERED};
 use super::stream::unsafe_call;
 use super::{Outcome, address, control, get, get_all, put, queue, require};
 use crate::machine::{Mapped, memory_file};
@@ -341,8 +342,23 @@ pub(super) fn ipc_handle(handle: *mut [u8; 64], addr: u64) -> Outcome {
     put(handle, bytes)
 }
 
-/// Maps the memory file of the other process once more. Its bytes stay when that process frees them or ends.
+/// Handles that a thread is opening.
+static OPENING: Mutex<Vec<[u8; 64]>> = Mutex::new(Vec::new());
+
+/// Maps the memory file of the other process once more. Its bytes stay when that process frees them or ends. Refuses what another thread
+/// is opening, as driver 580 does.
 pub(super) fn open_ipc(addr: *mut u64, handle: [u8; 64], flags: u32) -> Outcome {
+    let mut opening = OPENING.lock();
+    require(!opening.contains(&handle), ALREADY_MAPPED)?;
+    opening.push(handle);
+    drop(opening);
+    let opened = map_ipc(addr, handle, flags);
+    std::thread::sleep(Duration::from_millis(1));
+    OPENING.lock().retain(|other| *other != handle);
+    opened
+}
+
+fn map_ipc(addr: *mut u64, handle: [u8; 64], flags: u32) -> Outcome {
     let context = current()?;
     let mut rest = handle.strip_prefix(&IPC).ok_or(CudaStatus::INVALID_VALUE)?;
     require(!addr.is_null() && flags == 1, CudaStatus::INVALID_VALUE)?;

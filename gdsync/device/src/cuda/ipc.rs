@@ -20,7 +20,11 @@ type Key = (ProcessId, [u8; 64], u64);
 
 /// The open allocations of a GPU.
 #[derive(Debug, Default)]
-pub struct IpcHandles(Mutex<Open>);
+pub struct IpcHandles {
+    open: Mutex<Open>,
+    /// Held while the driver opens one, which may block: it refuses an allocation that another thread is opening (`ALREADY_MAPPED`).
+    opening: Mutex<()>,
+}
 
 #[derive(Debug, Default)]
 struct Open {
@@ -54,11 +58,16 @@ impl IpcOpening {
     pub fn new(gpu: &Gpu, process: ProcessId, handle: &Handle, kept: bool) -> Result<Self> {
         let key = (process, handle.ipc, handle.buffer);
         let handles = gpu.ipc_handles();
-        let known = handles.0.lock().use_known(&key);
-        let base = match known {
+        let known = || handles.open.lock().use_known(&key);
+        let base = match known() {
             Some(base) => base,
-            // Without the lock, as the driver may block.
-            None => handles.use_opened(gpu, key, open(gpu, handle.ipc)?),
+            None => {
+                let _opening = handles.opening.lock();
+                match known() {
+                    Some(base) => base,
+                    None => handles.use_opened(gpu, key, open(gpu, handle.ipc)?),
+                }
+            }
         };
         Ok(Self { gpu: gpu.clone(), key, base, kept })
     }
@@ -85,7 +94,7 @@ impl Drop for IpcOpening {
         if !self.gpu.is_here() {
             return;
         }
-        let mut open = self.gpu.ipc_handles().0.lock();
+        let mut open = self.gpu.ipc_handles().open.lock();
         let Some(opened) = open.by_key.get_mut(&self.key) else { return };
         opened.users -= 1;
         if opened.users == 0 && !self.kept {
@@ -95,13 +104,9 @@ impl Drop for IpcOpening {
 }
 
 impl IpcHandles {
-    /// Records a new opening, or closes it if another thread has opened the allocation meanwhile.
+    /// Records a new opening.
     fn use_opened(&self, gpu: &Gpu, key: Key, addr: u64) -> u64 {
-        let mut open = self.0.lock();
-        if let Some(base) = open.use_known(&key) {
-            gpu.defer_free(DeferredFree::Ipc { addr });
-            return base;
-        }
+        let mut open = self.open.lock();
         let idle = open.by_key.iter().filter(|(_, opened)| opened.users == 0);
         let oldest = idle.min_by_key(|(_, opened)| opened.used).map(|(key, _)| *key);
         if let Some(oldest) = oldest.filter(|_| open.by_key.len() >= MOST) {
@@ -114,7 +119,7 @@ impl IpcHandles {
 
     /// Closes unused allocations, of `process` or all.
     pub fn close_idle(&self, gpu: &Gpu, process: Option<ProcessId>) {
-        let mut open = self.0.lock();
+        let mut open = self.open.lock();
         let of = |key: &Key| process.is_none_or(|process| key.0 == process);
         let is_idle = |(key, opened): &(&Key, &Opened)| opened.users == 0 && of(key);
         let idle: Vec<_> = open.by_key.iter().filter(is_idle).map(|(key, _)| *key).collect();

@@ -1,6 +1,7 @@
 //! Between two processes, a GPU each.
 
 use std::fmt::Write;
+use std::sync::Barrier;
 
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
 use gdsync::stream::{Batch, Cond, PeerSignal, Stream};
@@ -112,4 +113,28 @@ fn messages_of_two_processes_arrive_whole() {
         here.play(&theirs, true);
         peer.hear("done");
     }
+}
+
+/// CUDA does not open an allocation that another thread is opening.
+#[test]
+fn threads_open_an_allocation_at_once() {
+    let here = Here::on(0, WAYS[0]);
+    let mut peer = Peer::spawn("peer_copies::processes::child", "0");
+    let line = peer.hear("peer ");
+    let together = Barrier::new(3);
+    for _ in 0..20 {
+        let open = || {
+            together.wait();
+            here.open(&line).map(drop)
+        };
+        std::thread::scope(|scope| {
+            let threads = [(); 3].map(|()| scope.spawn(open));
+            threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
+        });
+    }
+    let theirs = here.open(&line).unwrap();
+    peer.tell(&here.exported());
+    peer.hear("ready");
+    here.play(&theirs, true);
+    peer.hear("done");
 }
