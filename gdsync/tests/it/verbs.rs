@@ -380,10 +380,11 @@ fn reads_beyond_the_limit_wait_their_turn() {
 fn memory_that_is_not_mapped_is_refused_as_by_a_card() {
     let (context, page) = (hca(), host_page());
     let pd = context.alloc_pd().unwrap();
-    let anywhere = std::ptr::null_mut();
+    // Where no other thread gets memory in place of the page that is unmapped.
+    let remote = std::ptr::without_provenance_mut(1 << 44);
     let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: new memory, anywhere.
-    let two = unsafe { libc::mmap(anywhere, 2 * page, rights, flags, -1, 0) }.cast::<u8>();
+    // SAFETY: new memory, there or anywhere.
+    let two = unsafe { libc::mmap(remote, 2 * page, rights, flags, -1, 0) }.cast::<u8>();
     // SAFETY: the second of these pages, which nothing uses.
     assert_eq!(unsafe { libc::munmap(two.wrapping_add(page).cast(), page) }, 0);
     for (len, is_there) in [(page, true), (page + 1, false)] {
