@@ -105,8 +105,8 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// A kernel that waits for a message to a place of more than 8 KiB holds 16 multiprocessors: let few streams of a GPU do so at once.
 /// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
 /// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
-/// a stream may still copy after its failure. Batches are captured before their channel is dropped. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)
-/// memory must stay as long.
+/// a stream may still copy after its failure. Batches are captured before their channel is dropped. Places stay allocated until the
+/// communicator goes: [wrapped](gdsync::cuda::Gpu::wrap) memory must stay as long.
 #[derive(Clone, Debug)]
 pub struct Channel(Arc<Inner>);
 

@@ -62,8 +62,8 @@ mod status {
     use gdrcopy::cuda::CudaStatus;
 
     pub(super) const INVALID_IMAGE: CudaStatus = CudaStatus(200);
-    pub(super) const ILLEGAL_STATE: CudaStatus = CudaStatus(401);
     pub(super) const ALREADY_MAPPED: CudaStatus = CudaStatus(208);
+    pub(super) const ILLEGAL_STATE: CudaStatus = CudaStatus(401);
     pub(super) const LAUNCH_TIMEOUT: CudaStatus = CudaStatus(702);
     pub(super) const NOT_REGISTERED: CudaStatus = CudaStatus(713);
     pub(super) const CAPTURE_UNSUPPORTED: CudaStatus = CudaStatus(900);

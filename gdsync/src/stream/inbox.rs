@@ -46,13 +46,13 @@ fn place(number: u64, places: usize) -> usize {
 }
 
 /// What tells of a message: its number, and its bytes.
-fn word(number: u64, len: u32) -> u64 {
+pub(super) fn word(number: u64, len: u32) -> u64 {
     number << 33 | u64::from(len) << 1
 }
 
 /// The word that tells of so many free places; its lowest bit says whether messages may be in lines.
-const fn free(number: u64) -> u64 {
-    number << 33
+fn free(number: u64) -> u64 {
+    word(number, 0)
 }
 
 /// Slots for the messages of a peer, in memory of this process' GPU that the peer has open.

@@ -222,6 +222,12 @@ impl Slots {
 }
 
 impl Slots {
+    /// Frees a place, and takes the message that comes to it.
+    fn receive(&self, batch: &mut Batch) {
+        _ = batch.free_in_inbox(&self.free);
+        _ = batch.take_from_inbox(&self.inbox);
+    }
+
     /// A message of the first 8 bytes, by one stream at both ends.
     pub(crate) fn pass(&self, batch: &mut Batch, from: &Memory) -> gdsync::Result<()> {
         _ = batch.free_in_inbox(&self.free);
@@ -315,8 +321,7 @@ fn recorder_tells_which_message_is_awaited() {
     let streams = [&a, &b].map(|gpu| stream_on(gpu, WAYS[0], PATIENCE));
     let [mut sends, mut takes] = [Batch::new(), Batch::new()];
     for n in 1..=2 {
-        _ = takes.free_in_inbox(&ends.free);
-        _ = takes.take_from_inbox(&ends.inbox);
+        ends.receive(&mut takes);
         streams[1].submit(&mut takes).unwrap();
         until(|| {
             let recording = Recording::read(&Marks::open().unwrap().path().unwrap()).unwrap();
@@ -376,8 +381,7 @@ fn graphs_send_to_each_place() {
     for (n, place) in (1..=4).zip(ends.ranges.iter().cycle()) {
         graph.launch(&sends).unwrap();
         let mut batch = Batch::new();
-        _ = batch.free_in_inbox(&ends.free);
-        _ = batch.take_from_inbox(&ends.inbox);
+        ends.receive(&mut batch);
         takes.submit(&mut batch).unwrap();
         [sends.synchronize(PATIENCE), takes.synchronize(PATIENCE)].into_iter().for_each(Result::unwrap);
         assert!(ends.places.to_vec()[place.start..][..10_000] == bytes[..10_000], "{n}");
@@ -394,8 +398,7 @@ fn graphs_take_from_each_place() {
     let (from, bytes) = source(&a, 1);
     let (sends, takes) = (stream_on(&a, WAYS[0], PATIENCE), stream_on(&b, WAYS[0], PATIENCE));
     let graph = captured(&takes, |batch| {
-        _ = batch.free_in_inbox(&ends.free);
-        _ = batch.take_from_inbox(&ends.inbox);
+        ends.receive(batch);
         Ok(())
     });
     for place in ends.ranges.iter().cycle().take(4) {
@@ -442,8 +445,7 @@ fn launches_count_messages() {
     let send =
         |batch: &mut Batch, part| batch.send_to_inbox(&ends.to, &from, 8 * part..8 * part + 8).map(drop);
     let take = |batch: &mut Batch, _| {
-        _ = batch.free_in_inbox(&ends.free);
-        _ = batch.take_from_inbox(&ends.inbox);
+        ends.receive(batch);
         Ok(())
     };
     let (sending, _scratch) = captured_apart(&a, &sends[0], send);
@@ -495,8 +497,7 @@ fn launches_that_only_count_change_no_kernels() {
     let (from, _) = source(&gpus[0], 3);
     let sends = stream_on(&gpus[0], WAYS[0], PATIENCE);
     let (graph, _scratch) = captured_apart(&gpus[1], &stream, |batch, _| {
-        _ = batch.free_in_inbox(&ends.free);
-        _ = batch.take_from_inbox(&ends.inbox);
+        ends.receive(batch);
         Ok(())
     });
     let mut calls = Vec::new();
@@ -535,8 +536,7 @@ fn messages_that_do_not_fit_are_refused() {
     graph.launch(&sends).unwrap();
     for _ in 0..3 {
         let mut batch = Batch::new();
-        _ = batch.free_in_inbox(&ends.free);
-        _ = batch.take_from_inbox(&ends.inbox);
+        ends.receive(&mut batch);
         takes.submit(&mut batch).unwrap();
     }
     [sends.synchronize(PATIENCE), takes.synchronize(PATIENCE)].into_iter().for_each(Result::unwrap);

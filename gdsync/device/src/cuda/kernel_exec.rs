@@ -210,8 +210,8 @@ impl KernelOp {
     /// `word` tells of it.
     #[inline]
     pub fn pack(wait: Self, (slot, place): (u64, u64), (from, len): (u64, u64), word: u64) -> [Self; 4] {
-        let told = Self::by_kernel(kind::WRITE_64, slot, word).numbered();
-        let told = Self { flags: told.flags | flag::DIRECT, ..told };
+        let flags = flag::PEER | flag::DIRECT | flag::NUMBERED;
+        let told = Self { flags, ..Self::of(kind::WRITE_64, slot, word) };
         [
             wait.by_move(),
             Self::by_kernel(kind::LENGTH, place, len),
@@ -348,12 +348,6 @@ impl KernelOp {
     #[inline]
     pub const fn is_message(&self) -> bool {
         matches!(self.kind, kind::PACK | kind::TAKE)
-    }
-
-    /// What a kernel adds to the word that announces a message for the one that comes so many later.
-    #[inline]
-    pub const fn ahead(messages: u64) -> u64 {
-        messages << 33
     }
 
     /// Whether its value announces a message, for a kernel for messages.

@@ -175,9 +175,10 @@ impl Shared {
         let mut launching = exec.pool.lock();
         let count = 1 + launching.nodes();
         let seq = self.submitted() + 1;
-        let instance = self.instance(guard, &exec.pool, (&self.head(seq), &kept.numbers))?;
+        let head = self.head(seq);
+        let instance = self.instance(guard, &exec.pool, (&head, &kept.numbers))?;
         let made = Made { gpu: &self.gpu, by_kernel: exec.by_kernel, steps: &steps, kept: &kept };
-        exec.pool.arm(&instance, &mut launching, self.head(seq), &made)?;
+        exec.pool.arm(&instance, &mut launching, head, &made)?;
         self.enqueue(guard, &mut done, (count, 0), (ops, Some((instance.clone(), kept))))?;
         // SAFETY: the queued submission keeps the instance, and all memory that its nodes access, alive.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
@@ -354,8 +355,9 @@ impl Shared {
         let made = Made { gpu: &self.gpu, by_kernel: ByKernel::ALL, steps: &steps, kept: &kept };
         step_pool.pool.put(&mut launching, &made)?;
         let seq = self.submitted() + 1;
-        let instance = self.instance(guard, &step_pool.pool, (&self.head(seq), &[]))?;
-        let addr = instance.arm_steps(self.head(seq), &launching, self.mark_of(seq))?;
+        let head = self.head(seq);
+        let instance = self.instance(guard, &step_pool.pool, (&head, &[]))?;
+        let addr = instance.arm_steps(head, &launching, self.mark_of(seq))?;
         self.enqueue(guard, &mut done, (CALLS, 0), (ops, Some((instance, kept))))?;
         drop(launching);
         // Dropped now: waiters for completed submissions must not wait for the application.

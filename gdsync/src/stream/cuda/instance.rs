@@ -20,6 +20,7 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOpNodeParams};
 
 use super::plan::{self, ByKernel, Call, Slot, Slots};
+use crate::stream::inbox::word;
 use crate::stream::op::{Kept, Op};
 use crate::stream::order::Numbers;
 use gdsync_device::cuda::Gpu;
@@ -178,7 +179,8 @@ impl Pool {
         head: Head,
         made: &Made<'_>,
     ) -> Result<()> {
-        let Some(places) = self.places(launching, made.kept).filter(|_| instance.programs.is_some()) else {
+        let places = instance.is_in_memory().then(|| self.places(launching, made.kept)).flatten();
+        let Some(places) = places else {
             self.put(launching, made)?;
             return instance.arm(head, launching, false);
         };
@@ -280,7 +282,7 @@ impl Instance {
     /// Whether no pending launch reads its operations. Each clone of the `Arc` counts as a launch, so this makes none:
     /// the watchdog asks while others launch.
     pub(super) fn is_free(self: &Arc<Self>) -> bool {
-        if self.programs.is_some() && Arc::strong_count(self) > 1 {
+        if self.is_in_memory() && Arc::strong_count(self) > 1 {
             return false;
         }
         // Later writes to its programs must follow all accesses of its last holder.
@@ -334,7 +336,7 @@ impl Instance {
 
     /// Writes what the next launch adds to the words that announce messages.
     fn set_ahead(&self, numbers: u64) -> Result<()> {
-        let ahead = KernelOp::ahead(numbers).to_ne_bytes();
+        let ahead = word(numbers, 0).to_ne_bytes();
         self.programs.as_ref().map_or(Ok(()), |programs| programs.write(0, &ahead))
     }
 
